@@ -1,0 +1,58 @@
+"""What can go wrong in the engine, and whose fault it is.
+
+EngineError
+├── ModelError           the operator's: this file cannot be loaded (names it, gives llama.cpp's reason)
+├── ConfigError          the operator's: an option is out of its range (names field, value and range)
+├── RequestError         the caller's: this request can never be honoured
+│   ├── PromptTooLong    more tokens than a slot holds
+│   └── TemplateRefused  the model's chat template will not render these messages
+├── EngineBusy           nobody's: no place free now; try later or elsewhere
+├── EngineClosed         the caller's: a call after `close()` or during `drain()`
+└── BackendError         ours: llama.cpp failed a step it should not have
+"""
+
+
+class EngineError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ModelError(EngineError):
+    """The model file cannot be loaded."""
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"{file}: {reason}")
+        self.file = file
+        self.reason = reason
+
+
+class ConfigError(EngineError, ValueError):
+    """An option is out of its range."""
+
+
+class RequestError(EngineError):
+    """The request can never be honoured by this model."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt alone leaves no room for one token in a slot's context."""
+
+    def __init__(self, n_prompt: int, n_ctx: int) -> None:
+        super().__init__(f"the prompt has {n_prompt} tokens, the context holds {n_ctx}")
+        self.n_prompt = n_prompt
+        self.n_ctx = n_ctx
+
+
+class TemplateRefused(RequestError):
+    """The model's chat template will not render these messages; the text is its own reason."""
+
+
+class EngineBusy(EngineError):
+    """The waiting list is full."""
+
+
+class EngineClosed(EngineError):
+    """The engine is draining or closed."""
+
+
+class BackendError(EngineError):
+    """llama.cpp failed a step."""

@@ -1,0 +1,104 @@
+"""The messages of the ring protocol: what a worker tells an ingress, and what an ingress tells a worker.
+
+Plain frozen facts, no I/O: the gateway speaks them with a worker in the same process as with one at the
+far end of a socket. A lane's frames carry its `LaneRef`; those of an older claim are dropped.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+PROTOCOL_VERSION = 1
+
+
+class LaneRef(NamedTuple):
+    """A lane as one worker holds it: `claim` is the fencing number, one higher at each grant."""
+
+    lane_id: int
+    claim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """The model a worker serves. Two workers may continue each other's answers iff fingerprints match."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    file: str
+    n_params: int
+    n_ctx: int  # tokens one slot holds
+    fingerprint: str
+    created: int  # unix seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker presents itself. `instance_id` is new in every process of the same worker."""
+
+    protocol: int = PROTOCOL_VERSION
+    worker: str
+    instance_id: str
+    model: ModelCard
+    max_inflight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A worker's capacity now; also sent whenever it changes. Any message renews the lease."""
+
+    inflight: int  # accepted and still running, waiting ones included
+    decoding: int  # in the current batch
+    max_inflight: int
+    available_slots: int
+    step_ms: float  # of a usual step; 0 before the first
+    step_age_s: float  # since the last step ended; 0 when idle
+    kv_promised_tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A lane for a worker: the original request, and on a further claim the progress so far."""
+
+    ref: LaneRef
+    path: str
+    body: bytes
+    request_id: str
+    queued_ms: float
+    remaining_s: float | None = None  # until the request's deadline
+    progress: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Status and headers of an answer. Sent once; a later claim's is ignored if the client has one."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    REFUSED = "refused"  # the answer is an error status the worker chose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The answer is complete. `record` is opaque to the ingress."""
+
+    finish_reason: FinishReason
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_completion: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    record: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The answer failed. A retryable one may be tried on another worker, from its progress."""
+
+    message: str
+    retryable: bool
