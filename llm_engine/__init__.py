@@ -8,7 +8,7 @@ from typing import Any
 
 _HOMES = {
     "Engine": "engine",
-    "EngineConfig": "engine",
+    "EngineConfig": "config",
     "GenerateRequest": "generation",
     "Generation": "generation",
     "Delta": "generation",
@@ -17,7 +17,16 @@ _HOMES = {
     "SamplingParams": "sampling",
 }
 
-__all__ = ["Delta", "Engine", "EngineConfig", "Failed", "Finished", "GenerateRequest", "Generation", "SamplingParams"]
+__all__ = [
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "Failed",
+    "Finished",
+    "GenerateRequest",
+    "Generation",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -94,3 +94,118 @@ class Failed:
 
 Event: TypeAlias = Delta | Finished | Failed
 Listener: TypeAlias = Callable[[Event], None]
+
+
+class Mailbox:
+    """Where the events of one generation wait for its caller.
+
+    With an event loop, `put` and everything else happen on it; without one, the step thread puts and the
+    calling thread takes. It is the generation's key on the step thread, which so never holds the handle:
+    a dropped handle can be collected and cancel.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, listener: Listener | None) -> None:
+        self.loop = loop
+        self.listener = listener
+        self._events: deque[Event] = deque()
+        self._arrived: asyncio.Future[None] | None = None
+        self._thread_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def put(self, event: Event) -> None:
+        if self.listener is not None:
+            self.listener(event)
+        elif self.loop is None:
+            self._thread_events.put(event)
+        else:
+            self._events.append(event)
+            if self._arrived is not None and not self._arrived.done():
+                self._arrived.set_result(None)
+
+    def mute(self) -> None:
+        """Let a listener hear nothing more."""
+        if self.listener is not None:
+            self.listener = _ignore
+
+    async def next(self) -> Event:
+        assert self.loop is not None, "submitted without a running event loop: iterate with `for`"
+        while not self._events:
+            self._arrived = self.loop.create_future()
+            await self._arrived
+        return self._events.popleft()
+
+    def next_in_thread(self) -> Event:
+        assert self.loop is None, "submitted on an event loop: iterate with `async for`"
+        return self._thread_events.get()
+
+
+def _ignore(_event: Event) -> None:
+    """Hear an event and do nothing."""
+
+
+class Control(StrEnum):
+    """What a handle asks of the engine."""
+
+    CANCEL = "cancel"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
+class Generation:
+    """The caller's handle on one generation; made by `Engine.submit`.
+
+    An iterator of `Delta`s and one `Finished` or `Failed`: `async for` when it was submitted on an event
+    loop, `for` otherwise. Cancelling takes effect within one step. Closing or dropping it cancels.
+    """
+
+    def __init__(self, mailbox: Mailbox, control: Callable[[Mailbox, Control], None]) -> None:
+        self._mailbox = mailbox
+        self._control = control
+        self._is_over = False
+
+    def cancel(self) -> None:
+        """End it; an iterator then comes to `Finished` with reason cancelled, a listener to nothing."""
+        self._mailbox.mute()
+        self._control(self._mailbox, Control.CANCEL)
+
+    def pause(self) -> None:
+        """Leave it out of the batch; its cells stay."""
+        self._control(self._mailbox, Control.PAUSE)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._control(self._mailbox, Control.RESUME)
+
+    def close(self) -> None:
+        """Cancel what still runs. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._is_over:
+            raise StopAsyncIteration
+        return self._take(await self._mailbox.next())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        if self._is_over:
+            raise StopIteration
+        return self._take(self._mailbox.next_in_thread())
+
+    def _take(self, event: Event) -> Event:
+        self._is_over = not isinstance(event, Delta)
+        return event

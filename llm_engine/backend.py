@@ -1,0 +1,86 @@
+"""A plan made real: cells in a llama.cpp context, one `llama_decode` a step, rows of logits.
+
+Owns: the llama context and the batch. Thread: step thread only, after `create`.
+Called by: `loop.py`.
+"""
+
+from typing import Protocol, Self
+
+from llm_engine import llama
+from llm_engine.errors import BackendError, ModelError
+from llm_engine.model import Model
+from llm_engine.scheduler import Plan
+
+
+class Backend(Protocol):
+    """What computes plans."""
+
+    def run(self, plan: Plan) -> llama.Logits:
+        """Compute a plan.
+
+        Shapes: (slices that sample, vocabulary) float32, valid until the next run.
+        Raises: BackendError; the cells of the plan's sequences are then to be dropped.
+        """
+
+    def drop(self, seq_id: int) -> None:
+        """Forget what is cached for a slot."""
+
+    def close(self) -> None:
+        """Free the context."""
+
+
+class LlamaBackend:
+    """llama.cpp."""
+
+    def __init__(self, model: Model, context: llama.ContextPointer, params: llama.ContextParams) -> None:
+        self._n_vocab = model.n_vocab
+        self._context = context
+        self._n_seq_max = params.n_seq_max
+        self._batch = llama.Batch(params.n_batch)
+
+    @classmethod
+    def create(cls, model: Model, params: llama.ContextParams) -> Self:
+        """Create the context and run one token through it, so that the weights are resident.
+
+        Raises: ModelError with llama.cpp's reason, if memory or these settings do not allow it.
+        """
+        with llama.collected_errors() as errors:
+            context = llama.init_context(model.pointer, params)
+            if not context:
+                reason = errors[-1] if errors else "no reason given"
+                raise ModelError(str(model.path), f"no context of {params.n_ctx} tokens: {reason}")
+        backend = cls(model, context, params)
+        backend._warm_up()
+        return backend
+
+    @property
+    def n_ctx_seq(self) -> int:
+        """Tokens each slot holds."""
+        return llama.n_ctx_seq(self._context)
+
+    def run(self, plan: Plan) -> llama.Logits:
+        self._batch.clear()
+        for part in plan.slices:
+            sequence = part.sequence
+            assert sequence.seq_id is not None, f"sequence {sequence.key} is planned without a slot"
+            tokens = sequence.pending(part.n_tokens)
+            self._batch.append(sequence.seq_id, sequence.n_computed, tokens, wants_logits=part.samples)
+        self._decode()
+        return llama.logits(self._context, len(plan.sampled), self._n_vocab)
+
+    def drop(self, seq_id: int) -> None:
+        llama.drop_cells(self._context, seq_id, self._n_seq_max)
+
+    def close(self) -> None:
+        llama.free_context(self._context)
+
+    def _decode(self) -> None:
+        code = llama.decode(self._context, self._batch)
+        if code != 0:
+            raise BackendError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens")
+        llama.synchronize(self._context)
+
+    def _warm_up(self) -> None:
+        self._batch.append(0, 0, [0], wants_logits=True)
+        self._decode()
+        self.drop(0)

@@ -1,0 +1,52 @@
+"""How many prompt tokens the next step may compute.
+
+Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
+
+A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
+running stream sees. While others decode, a step may take up to `GAP_STEPS` times its usual length; while
+nobody does, up to `IDLE_STEP_S`, which is how long a cancel waits at most.
+"""
+
+GAP_STEPS = 2.5
+IDLE_STEP_S = 0.25
+_SMOOTHING = 0.2
+_FIRST_GUESS_TOKENS = 32  # a slice before anything was measured
+_SMALLEST_SLICE = 4  # prompts move on, however slow a step is
+
+
+class Budget:
+    """Learns from step times."""
+
+    def __init__(self, batch_size: int, n_slots: int) -> None:
+        self._batch_size = batch_size
+        self._decode_s: list[float | None] = [None] * (n_slots + 1)  # usual step by sequences decoding
+        self._prompt_token_s: float | None = None
+
+    def prompt_tokens(self, n_decoding: int) -> int:
+        """Tokens of prompts that the next step may hold beside `n_decoding` running sequences."""
+        room = self._batch_size - n_decoding
+        if self._prompt_token_s is None:
+            return min(room, _FIRST_GUESS_TOKENS)
+        spare_s = (GAP_STEPS - 1) * self._usual_s(n_decoding) if n_decoding else IDLE_STEP_S
+        return min(room, max(_SMALLEST_SLICE, int(spare_s / self._prompt_token_s)))
+
+    def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
+        """Learn from a step that took `elapsed_s`."""
+        if n_prompt_tokens == 0:
+            self._decode_s[n_decoding] = _smooth(self._decode_s[n_decoding], elapsed_s)
+            return
+        prompt_s = max(0.0, elapsed_s - self._usual_s(n_decoding)) if n_decoding else elapsed_s
+        if n_decoding == 0 or self._decode_s[n_decoding] is not None:
+            self._prompt_token_s = _smooth(self._prompt_token_s, max(prompt_s / n_prompt_tokens, 1e-7))
+
+    def _usual_s(self, n_decoding: int) -> float:
+        """The usual step of that many sequences; from the nearest smaller count measured, else a guess."""
+        for n in range(n_decoding, 0, -1):
+            measured = self._decode_s[n]
+            if measured is not None:
+                return measured
+        return (self._prompt_token_s or 0.0) * n_decoding
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)

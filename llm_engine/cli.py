@@ -1,0 +1,165 @@
+"""`llm-engine`: one prompt, tokens as they come. The model and engine flags here serve every command."""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from llm_engine.config import EngineConfig
+from llm_engine.engine import Engine
+from llm_engine.errors import EngineError
+from llm_engine.generation import Delta, Failed, Finished, GenerateRequest, Generation
+from llm_engine.gguf import DEFAULT_MODEL
+from llm_engine.sampling import SamplingParams
+
+EXIT_INTERRUPTED = 130
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that `engine_config` reads."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"a GGUF path, REPO, REPO:FILE, or smollm2 (default: {DEFAULT_MODEL})",
+    )
+    model.add_argument("--model-url", metavar="URL", help="fetch the GGUF from a plain URL instead")
+    model.add_argument("--no-download", action="store_true", help="never use the network; fail if not cached")
+    model.add_argument("--mlock", action="store_true", help="keep the weights in RAM, never swapped")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--max-inflight",
+        type=int,
+        metavar="N",
+        help="requests decoded at once (default: 4 on a CPU, 16 with GPU layers)",
+    )
+    engine.add_argument(
+        "--ctx-size",
+        type=int,
+        default=4096,
+        metavar="TOKENS",
+        help="context of each slot, prompt and answer (default: %(default)s, at most the model's)",
+    )
+    engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: every core)")
+    engine.add_argument(
+        "--n-gpu-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="layers on the GPU; -1 for all (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--batch-size",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens in one step at most (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--flash-attn",
+        choices=("auto", "on", "off"),
+        default="on",
+        help="flash attention (default: %(default)s)",
+    )
+    for name in ("k", "v"):
+        engine.add_argument(
+            f"--cache-type-{name}",
+            default="f16",
+            metavar="TYPE",
+            help=f"element type of the {name.upper()} cache: f16, q8_0, ... (default: %(default)s)",
+        )
+
+
+def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> EngineConfig:
+    """The engine's options from parsed flags.
+
+    Raises: ConfigError.
+    """
+    return EngineConfig(
+        model=args.model,
+        model_url=args.model_url,
+        download=not args.no_download,
+        max_inflight=args.max_inflight,
+        ctx_size=args.ctx_size,
+        max_tokens=max_tokens,
+        threads=args.threads,
+        n_gpu_layers=args.n_gpu_layers,
+        flash_attn=args.flash_attn,
+        cache_type_k=args.cache_type_k,
+        cache_type_v=args.cache_type_v,
+        mlock=args.mlock,
+        batch_size=args.batch_size,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Engine.spawn(engine_config(args)) as engine:
+            return _print_answer(engine.submit(_request(args)))
+    except EngineError as error:
+        print(f"llm-engine: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llm-engine", description="Generate one answer with a GGUF model, printing tokens as they come."
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the user's message")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it")
+    parser.add_argument(
+        "--think", action="store_true", help="let the model reason first, if its template can"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="tokens to generate (default: the room left, at most 4096)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes an answer repeatable (default: random)")
+    add_engine_flags(parser)
+    return parser
+
+
+def _request(args: argparse.Namespace) -> GenerateRequest:
+    system = ({"role": "system", "content": args.system},) if args.system else ()
+    return GenerateRequest(
+        messages=(*system, {"role": "user", "content": args.prompt}),
+        max_tokens=args.max_tokens,
+        sampling=SamplingParams(temperature=args.temperature, seed=args.seed),
+        think=args.think,
+    )
+
+
+def _print_answer(generation: Generation) -> int:
+    for event in generation:
+        match event:
+            case Delta(text):
+                print(text, end="", flush=True)
+            case Finished() as end:
+                print()
+                print(_summary(end), file=sys.stderr)
+            case Failed(error):
+                print()
+                raise error
+    return 0
+
+
+def _summary(end: Finished) -> str:
+    rate = 1000 * (end.n_completion - 1) / end.decode_ms if end.decode_ms else 0.0
+    return (
+        f"[{end.n_prompt} prompt tokens in {end.prefill_ms:.0f} ms, "
+        f"{end.n_completion} generated at {rate:.1f} tok/s, {end.reason}]"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

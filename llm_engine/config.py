@@ -1,0 +1,89 @@
+"""Options of an engine, validated once and never changed."""
+
+import os
+from dataclasses import dataclass, fields
+
+from llm_engine.errors import ConfigError
+
+MAX_SLOTS = 256
+
+_RANGES = {
+    "max_inflight": (1, MAX_SLOTS),
+    "max_waiting": (0, 100_000),
+    "ctx_size": (16, 1 << 24),
+    "max_tokens": (1, 1 << 24),
+    "threads": (1, 1024),
+    "n_gpu_layers": (-1, 10_000),
+    "batch_size": (1, 1 << 16),
+}
+_CHOICES = {
+    "flash_attn": ("auto", "on", "off"),
+    "cache_type_k": ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+    "cache_type_v": ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to load and how to run it.
+
+    Raises: ConfigError naming field, value and range.
+    """
+
+    model: str | None = None  # path, REPO, REPO:FILE, or "smollm2"; None: gguf.DEFAULT_MODEL
+    model_url: str | None = None  # a plain URL instead
+    download: bool = True
+    max_inflight: int | None = None  # slots; None: 4 on a CPU, 16 with layers on a GPU
+    max_waiting: int = 64  # requests accepted beyond the slots
+    ctx_size: int = 4096  # tokens per slot, at most the model's own
+    max_tokens: int = 4096  # when a request names none
+    threads: int | None = None  # None: every core this process may use
+    n_gpu_layers: int = 0  # -1: all
+    flash_attn: str = "on"
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    mlock: bool = False
+    batch_size: int = 512  # tokens in one step at most
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check(field.name, getattr(self, field.name))
+        if self.batch_size < self.n_slots:
+            raise ConfigError(f"batch_size {self.batch_size} is less than max_inflight {self.n_slots}")
+        if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
+            raise ConfigError(f"cache_type_v {self.cache_type_v} needs flash_attn on or auto")
+
+    @property
+    def n_slots(self) -> int:
+        if self.max_inflight is not None:
+            return self.max_inflight
+        return 16 if self.n_gpu_layers else 4
+
+    @property
+    def n_threads(self) -> int:
+        return self.threads or _n_cores()
+
+    @property
+    def n_ubatch(self) -> int:
+        """Tokens llama.cpp computes at once.
+
+        On a CPU fewer than 64 a sequence keep its attention on one code path, so that results do not
+        depend on how a prompt was sliced or what ran beside it, at no cost measured.
+        """
+        return self.batch_size if self.n_gpu_layers else min(self.batch_size, 48)
+
+    @staticmethod
+    def _check(name: str, value: object) -> None:
+        if name in _RANGES and value is not None:
+            low, high = _RANGES[name]
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} is {value!r}, not a whole number in {low}..{high}")
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ConfigError(f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}")
+
+
+def _n_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,256 @@
+"""The engine: load a model, submit requests, read their events.
+
+Owns: the step thread and the count of what is in flight. This is the only module where threads meet, in two
+places: `submit` and the handles put commands on the loop's queue; the step thread delivers all events of a
+step with one `call_soon_threadsafe` per event loop.
+"""
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import Self
+
+from llm_engine import gguf, llama
+from llm_engine.backend import Backend, LlamaBackend
+from llm_engine.budget import Budget
+from llm_engine.config import EngineConfig
+from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, TemplateRefused
+from llm_engine.generation import (
+    Control,
+    Delta,
+    Event,
+    GenerateRequest,
+    Generation,
+    Listener,
+    Mailbox,
+    Prepared,
+)
+from llm_engine.gguf import ModelFile
+from llm_engine.header import check_header
+from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
+from llm_engine.model import Model
+from llm_engine.sampling import Sampler
+from llm_engine.scheduler import Addressed, Scheduler
+from llm_engine.sequence import Sequence
+from llm_engine.text import TextAssembler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What is loaded."""
+
+    name: str
+    aliases: tuple[str, ...]
+    file: str
+    n_params: int
+    n_ctx: int  # tokens one slot holds
+    n_ctx_train: int
+    max_inflight: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """How busy the engine is now."""
+
+    inflight: int  # accepted and still running, waiting ones included
+    decoding: int  # in the current batch
+    max_inflight: int
+    available_slots: int
+    step_ms: float
+    step_age_s: float
+    kv_promised_tokens: int
+    tokens_per_second: float
+
+
+class Engine:
+    """A resident model and its step thread. Thread: every method may be called from any thread."""
+
+    def __init__(self, model: Model, backend: Backend, config: EngineConfig, info: EngineInfo) -> None:
+        self.info = info
+        self._model = model
+        self._config = config
+        self._count = threading.Condition()
+        self._n_inflight = 0
+        self._closed = False
+        scheduler = Scheduler(info.max_inflight, model)
+        budget = Budget(config.batch_size, info.max_inflight)
+        self._loop = Loop(backend, scheduler, budget, self._deliver)
+        self._thread = threading.Thread(target=self._loop.run, name="llm-engine-step", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def spawn(cls, config: EngineConfig) -> Self:
+        """Load the model; returns when it is resident.
+
+        Raises: ModelError naming the file and the reason.
+        """
+        file = gguf.resolve(config.model, url=config.model_url, download=config.download)
+        check_header(file.path)
+        model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
+        n_ctx = min(config.ctx_size, model.n_ctx_train)
+        backend = LlamaBackend.create(model, _context_params(config, n_ctx))
+        return cls(model, backend, config, _describe(model, file, config, n_ctx))
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        """Template and tokenise a request, and clamp its `max_tokens` to the room left.
+
+        Raises: PromptTooLong, TemplateRefused.
+        """
+        template = self._model.template
+        if template is None:
+            raise TemplateRefused("this model carries no chat template")
+        segments = template.render(request.messages, request.think)
+        prompt = self._model.tokenize(segments)
+        room = self.info.n_ctx - len(prompt)
+        if room < 1:
+            raise PromptTooLong(len(prompt), self.info.n_ctx)
+        wanted = request.max_tokens or self._config.max_tokens
+        return Prepared(request=request, prompt=tuple(prompt), max_tokens=min(wanted, room))
+
+    def submit(self, request: GenerateRequest | Prepared, on_event: Listener | None = None) -> Generation:
+        """Admit a request and start it, or queue it when every slot is taken.
+
+        With `on_event` its events go there, on the running event loop; without, iterate the handle.
+
+        Raises: EngineBusy with the waiting list full, EngineClosed, and what `prepare` raises.
+        """
+        prepared = request if isinstance(request, Prepared) else self.prepare(request)
+        mailbox = Mailbox(_running_loop(), on_event)
+        sequence = _sequence(mailbox, prepared)
+        with self._count:
+            if self._closed:
+                raise EngineClosed("the engine takes no more requests")
+            if self._n_inflight >= self.info.max_inflight + self._config.max_waiting:
+                raise EngineBusy(f"{self._n_inflight} requests are in flight")
+            self._n_inflight += 1
+            self._loop.commands.put(Start(sequence))
+        return Generation(mailbox, self._control)
+
+    def capacity(self) -> Capacity:
+        """How busy the engine is now."""
+        stats, inflight = self._loop.stats, self._n_inflight
+        return Capacity(
+            inflight=inflight,
+            decoding=stats.n_decoding,
+            max_inflight=self.info.max_inflight,
+            available_slots=max(0, self.info.max_inflight - inflight),
+            step_ms=stats.step_ms,
+            step_age_s=time.monotonic() - stats.ended_at if stats.ended_at else 0.0,
+            kv_promised_tokens=stats.kv_promised_tokens,
+            tokens_per_second=stats.tokens_per_second,
+        )
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take nothing new and wait for what runs; False if some still did after `timeout_s`."""
+        with self._count:
+            self._closed = True
+            return self._count.wait_for(lambda: self._n_inflight == 0, timeout_s)
+
+    def close(self) -> None:
+        """Fail what still runs with EngineClosed and free the model. Idempotent."""
+        with self._count:
+            self._closed = True
+        if self._thread.is_alive():
+            self._loop.commands.put(Close())
+            self._thread.join()
+            self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def _control(self, mailbox: Mailbox, control: Control) -> None:
+        match control:
+            case Control.CANCEL:
+                self._loop.commands.put(Cancel(mailbox))
+            case Control.PAUSE:
+                self._loop.commands.put(SetPaused(mailbox, True))
+            case Control.RESUME:
+                self._loop.commands.put(SetPaused(mailbox, False))
+
+    def _deliver(self, events: list[Addressed]) -> None:
+        """Hand a step's events over. Thread: step thread."""
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Mailbox, Event]]] = {}
+        for mailbox, event in events:
+            assert isinstance(mailbox, Mailbox)
+            by_loop.setdefault(mailbox.loop, []).append((mailbox, event))
+        for loop, batch in by_loop.items():
+            if loop is None:
+                _put_all(batch)
+            elif not loop.is_closed():
+                loop.call_soon_threadsafe(_put_all, batch)
+        n_ended = sum(not isinstance(event, Delta) for _, event in events)
+        if n_ended:
+            with self._count:
+                self._n_inflight -= n_ended
+                self._count.notify_all()
+
+
+def _put_all(batch: list[tuple[Mailbox, Event]]) -> None:
+    """Deliver to each; one that raises does not keep the others from theirs."""
+    for mailbox, event in batch:
+        try:
+            mailbox.put(event)
+        except Exception:
+            logger.exception("a listener failed on %s", type(event).__name__)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:
+    request = prepared.request
+    seed = request.sampling.seed
+    return Sequence(
+        key=mailbox,
+        tokens=[*prepared.prompt, *request.resumed],
+        n_prompt=len(prepared.prompt),
+        max_tokens=prepared.max_tokens,
+        sampler=Sampler(
+            request.sampling,
+            seed=random.getrandbits(63) if seed is None else seed,
+            choice=request.choice,
+            prompt=prepared.prompt,
+        ),
+        text=TextAssembler(request.stop),
+    )
+
+
+def _context_params(config: EngineConfig, n_ctx: int) -> llama.ContextParams:
+    padded = -(-n_ctx // llama.CTX_PADDING) * llama.CTX_PADDING
+    return llama.ContextParams(
+        n_ctx=padded * config.n_slots,
+        n_seq_max=config.n_slots,
+        n_batch=config.batch_size,
+        n_ubatch=config.n_ubatch,
+        n_threads=config.n_threads,
+        flash_attn=llama.FlashAttn[config.flash_attn.upper()],
+        type_k=llama.CacheType[config.cache_type_k.upper()],
+        type_v=llama.CacheType[config.cache_type_v.upper()],
+    )
+
+
+def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -> EngineInfo:
+    settings = (n_ctx, config.flash_attn, config.cache_type_k, config.cache_type_v, config.n_ubatch)
+    return EngineInfo(
+        name=file.name,
+        aliases=file.aliases,
+        file=model.path.name,
+        n_params=model.n_params,
+        n_ctx=n_ctx,
+        n_ctx_train=model.n_ctx_train,
+        max_inflight=config.n_slots,
+        fingerprint=model.fingerprint(*settings),
+    )

@@ -1,0 +1,331 @@
+"""llama.cpp, typed: the only module that touches the C library.
+
+Owns: the process-wide log callback. Called by: `model.py` (vocabulary, metadata) and `backend.py`
+(context, memory, decode). Arguments that would make the library abort the process are checked here,
+before the call, with an assert that names the numbers.
+
+Short calls are bound through `PyDLL`, which keeps the GIL: beside a busy Python thread a call that gives
+it up waits up to the switch interval (5 ms) to get it back. `llama_decode`, tokenising and loading go
+through `CDLL` and release it.
+"""
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as c
+
+from llm_engine.errors import BackendError
+
+ModelPointer = NewType("ModelPointer", int)
+ContextPointer = NewType("ContextPointer", int)
+VocabPointer = NewType("VocabPointer", int)
+Logits = npt.NDArray[np.float32]
+
+N_SEQ_LIMIT = 256  # LLAMA_MAX_SEQ
+CTX_PADDING = 256  # a sequence's context is padded up to this
+
+_GGML_LOG_ERROR, _GGML_LOG_CONT = 4, 5
+
+
+class TokenAttr(IntFlag):
+    """Source: llama.h, enum llama_token_attr."""
+
+    UNKNOWN = c.LLAMA_TOKEN_ATTR_UNKNOWN
+    CONTROL = c.LLAMA_TOKEN_ATTR_CONTROL
+
+
+class FlashAttn(IntEnum):
+    """Source: llama.h, enum llama_flash_attn_type."""
+
+    AUTO = c.LLAMA_FLASH_ATTN_TYPE_AUTO
+    OFF = c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    ON = c.LLAMA_FLASH_ATTN_TYPE_ENABLED
+
+
+class CacheType(IntEnum):
+    """Element type of the KV cache. Source: ggml.h, enum ggml_type."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    BF16 = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParams:
+    """What `init_context` sets of llama_context_params; the rest keeps llama.cpp's defaults."""
+
+    n_ctx: int  # tokens over all sequences
+    n_seq_max: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    flash_attn: FlashAttn
+    type_k: CacheType
+    type_v: CacheType
+
+
+# --- loading ---------------------------------------------------------------------------------------------
+
+
+class _Log:
+    """llama.cpp's own words. It returns NULL and says why only here."""
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=8)
+        self._level = 0
+        self.callback = c.llama_log_callback(self._on_line)
+
+    def _on_line(self, level: int, text: bytes, _user_data: Any) -> None:
+        self._level = self._level if level == _GGML_LOG_CONT else level
+        if self._level == _GGML_LOG_ERROR:
+            line = text.decode("utf-8", "replace").strip()
+            if line:
+                self.errors.append(line)
+
+
+_log = _Log()
+c.llama_log_set(_log.callback, ctypes.c_void_p(0))
+c.llama_backend_init()
+
+
+@contextmanager
+def collected_errors() -> Iterator[deque[str]]:
+    """Collect llama.cpp's error lines while loading; the last eight are kept."""
+    _log.errors.clear()
+    yield _log.errors
+
+
+def load_model(
+    path: os.PathLike[str] | str,
+    *,
+    n_gpu_layers: int = 0,
+    mlock: bool = False,
+    repack: bool = True,
+) -> ModelPointer | None:
+    """Load a GGUF; None on failure, with the reason in the log. Source: llama_model_load_from_file."""
+    params = c.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers
+    params.load_mode = c.LLAMA_LOAD_MODE_MLOCK if mlock else c.LLAMA_LOAD_MODE_MMAP
+    params.use_extra_bufts = repack
+    return c.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
+
+
+def free_model(model: ModelPointer) -> None:
+    c.llama_model_free(model)
+
+
+def supports_gpu() -> bool:
+    return bool(c.llama_supports_gpu_offload())
+
+
+def init_context(model: ModelPointer, wanted: ContextParams) -> ContextPointer | None:
+    """Create a context with one KV stream per sequence; None on failure, with the reason in the log.
+
+    Separate streams, flash attention and a small `n_ubatch` make results independent of the batch.
+    """
+    assert 1 <= wanted.n_seq_max <= N_SEQ_LIMIT, f"n_seq_max {wanted.n_seq_max} not in 1..{N_SEQ_LIMIT}"
+    assert wanted.n_batch >= wanted.n_seq_max, f"n_batch {wanted.n_batch} < n_seq_max {wanted.n_seq_max}"
+    params = c.llama_context_default_params()
+    params.n_ctx = wanted.n_ctx
+    params.n_seq_max = wanted.n_seq_max
+    params.n_batch = wanted.n_batch
+    params.n_ubatch = wanted.n_ubatch
+    params.n_outputs_max = wanted.n_seq_max
+    params.n_threads = params.n_threads_batch = wanted.n_threads
+    params.flash_attn_type = wanted.flash_attn
+    params.type_k = wanted.type_k
+    params.type_v = wanted.type_v
+    params.kv_unified = False
+    params.swa_full = True
+    params.no_perf = True
+    return c.llama_init_from_model(model, params)  # type: ignore[no-any-return]
+
+
+def free_context(context: ContextPointer) -> None:
+    c.llama_free(context)
+
+
+# --- short calls, bound without giving up the GIL ----------------------------------------------------------
+
+_library = ctypes.PyDLL(c._lib._name)
+
+
+def _short(name: str) -> Any:
+    bound, original = getattr(_library, name), getattr(c._lib, name)
+    bound.argtypes, bound.restype = original.argtypes, original.restype
+    return bound
+
+
+_token_to_piece = _short("llama_token_to_piece")
+_vocab_get_text = _short("llama_vocab_get_text")
+_vocab_get_attr = _short("llama_vocab_get_attr")
+_vocab_is_eog = _short("llama_vocab_is_eog")
+_memory_seq_rm = _short("llama_memory_seq_rm")
+_get_logits = _short("llama_get_logits")
+
+
+# --- the model's vocabulary and metadata -------------------------------------------------------------------
+
+
+def vocab(model: ModelPointer) -> VocabPointer:
+    return VocabPointer(c.llama_model_get_vocab(model))
+
+
+def n_vocab(v: VocabPointer) -> int:
+    return int(c.llama_vocab_n_tokens(v))
+
+
+def bos_token(v: VocabPointer) -> int | None:
+    token = int(c.llama_vocab_bos(v))
+    return token if token >= 0 else None
+
+
+def eos_token(v: VocabPointer) -> int | None:
+    token = int(c.llama_vocab_eos(v))
+    return token if token >= 0 else None
+
+
+def adds_bos(v: VocabPointer) -> bool:
+    return bool(c.llama_vocab_get_add_bos(v))
+
+
+def token_text(v: VocabPointer, token: int) -> str:
+    text: bytes = _vocab_get_text(v, token)
+    return text.decode("utf-8", "replace")
+
+
+def token_attr(v: VocabPointer, token: int) -> TokenAttr:
+    return TokenAttr(_vocab_get_attr(v, token) & (TokenAttr.UNKNOWN | TokenAttr.CONTROL))
+
+
+def is_end_of_generation(v: VocabPointer, token: int) -> bool:
+    return bool(_vocab_is_eog(v, token))
+
+
+def token_piece(v: VocabPointer, token: int) -> bytes:
+    """The bytes a token stands for; control tokens stand for none."""
+    buffer = ctypes.create_string_buffer(64)
+    size = _token_to_piece(v, token, buffer, len(buffer), 0, False)
+    if size < 0:
+        buffer = ctypes.create_string_buffer(-size)
+        size = _token_to_piece(v, token, buffer, len(buffer), 0, False)
+    return buffer.raw[:size]
+
+
+def tokenize(v: VocabPointer, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    """Text to token ids; releases the GIL. Source: llama_tokenize."""
+    data = text.encode("utf-8")
+    capacity = len(data) + 8
+    tokens = (c.llama_token * capacity)()
+    n_tokens = c.llama_tokenize(v, data, len(data), tokens, capacity, add_special, parse_special)
+    if n_tokens < 0:
+        raise BackendError(f"tokenising {len(data)} bytes needs {-n_tokens} tokens, more than {capacity}")
+    return list(tokens[:n_tokens])
+
+
+def chat_template(model: ModelPointer) -> str | None:
+    source: bytes | None = c.llama_model_chat_template(model, None)
+    return source.decode("utf-8", "replace") if source else None
+
+
+def metadata(model: ModelPointer, key: str) -> str | None:
+    buffer = ctypes.create_string_buffer(1024)
+    size = c.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if size >= 0 else None
+
+
+def n_params(model: ModelPointer) -> int:
+    return int(c.llama_model_n_params(model))
+
+
+def n_ctx_train(model: ModelPointer) -> int:
+    return int(c.llama_model_n_ctx_train(model))
+
+
+# --- one context -------------------------------------------------------------------------------------------
+
+
+def n_ctx_seq(context: ContextPointer) -> int:
+    """Tokens each sequence can hold."""
+    return int(c.llama_n_ctx_seq(context))
+
+
+class Batch:
+    """The tokens of one `llama_decode`, in arrays allocated once."""
+
+    def __init__(self, n_batch: int) -> None:
+        self.tokens = np.zeros(n_batch, np.int32)
+        self.positions = np.zeros(n_batch, np.int32)
+        self.seq_ids = np.zeros(n_batch, np.int32)
+        self.wants_logits = np.zeros(n_batch, np.int8)
+        self._ones = np.ones(n_batch, np.int32)
+        first = self.seq_ids.ctypes.data
+        addresses = range(first, first + 4 * n_batch, 4)
+        self._seq_id_pointers = (ctypes.c_void_p * n_batch)(*addresses)
+        self.struct = c.llama_batch(
+            0,
+            _pointer(self.tokens, c.llama_token),
+            None,
+            _pointer(self.positions, c.llama_pos),
+            _pointer(self._ones, ctypes.c_int32),
+            ctypes.cast(self._seq_id_pointers, ctypes.POINTER(ctypes.POINTER(c.llama_seq_id))),
+            _pointer(self.wants_logits, ctypes.c_int8),
+        )
+        self.n_batch = n_batch
+        self.n_tokens = 0
+
+    def clear(self) -> None:
+        self.n_tokens = 0
+
+    def append(self, seq_id: int, start: int, tokens: Sequence[int], *, wants_logits: bool) -> None:
+        """Add `tokens` of a sequence at positions `start`...; logits, if wanted, for the last of them."""
+        begin, end = self.n_tokens, self.n_tokens + len(tokens)
+        assert begin < end <= self.n_batch, f"{end} tokens in a batch of {self.n_batch}"
+        self.tokens[begin:end] = tokens
+        self.positions[begin:end] = range(start, start + len(tokens))
+        self.seq_ids[begin:end] = seq_id
+        self.wants_logits[begin:end] = 0
+        self.wants_logits[end - 1] = wants_logits
+        self.n_tokens = end
+
+
+def _pointer(array: npt.NDArray[Any], ctype: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctype))
+
+
+def decode(context: ContextPointer, batch: Batch) -> int:
+    """Compute a batch; releases the GIL. 0, or llama.cpp's code for what went wrong.
+
+    Source: llama_decode. 1: no room in the KV cache; 2: aborted; -1: invalid batch; below: fatal.
+    """
+    batch.struct.n_tokens = batch.n_tokens
+    return int(c.llama_decode(context, batch.struct))
+
+
+def synchronize(context: ContextPointer) -> None:
+    """Wait for the device; releases the GIL. Logits may be read without waiting after it."""
+    c.llama_synchronize(context)
+
+
+def logits(context: ContextPointer, n_rows: int, n_columns: int) -> Logits:
+    """A view of the last decode's logits, (rows that asked for them, vocabulary); valid until the next."""
+    return np.ctypeslib.as_array(_get_logits(context), shape=(n_rows, n_columns))
+
+
+def drop_cells(context: ContextPointer, seq_id: int, n_seq_max: int) -> None:
+    """Forget everything cached for `seq_id`. Source: llama_memory_seq_rm."""
+    assert 0 <= seq_id < n_seq_max, f"seq_id {seq_id} not in 0..{n_seq_max - 1}"
+    _memory_seq_rm(c.llama_get_memory(context), seq_id, -1, -1)

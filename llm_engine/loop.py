@@ -1,0 +1,187 @@
+"""The step: drain commands, admit, plan, decode, sample, commit, deliver.
+
+Owns: nothing but the order of things. Thread: `run` is the step thread; `step` is a plain method, so that
+tests turn it with no thread. Called by: `engine.py`, which starts the thread and takes the events.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from llm_engine.backend import Backend
+from llm_engine.budget import Budget
+from llm_engine.errors import BackendError, EngineClosed, EngineError
+from llm_engine.llama import Logits
+from llm_engine.sampling import argmax_rows
+from llm_engine.scheduler import Addressed, Plan, Scheduler
+from llm_engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+COMMANDS_PER_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    key: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class SetPaused:
+    key: Hashable
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Command: TypeAlias = Start | Cancel | SetPaused | Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """How the last steps went; published after each for any thread to read."""
+
+    n_decoding: int = 0
+    kv_promised_tokens: int = 0
+    step_ms: float = 0.0  # smoothed
+    ended_at: float | None = None  # monotonic; None while idle
+    tokens_per_second: float = 0.0  # smoothed
+
+
+class Loop:
+    """One engine's step loop."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        budget: Budget,
+        deliver: Callable[[list[Addressed]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.stats = StepStats()
+        self._backend = backend
+        self._scheduler = scheduler
+        self._budget = budget
+        self._deliver = deliver
+        self._clock = clock
+        self._closing = False
+
+    def run(self) -> None:
+        """Step until closed; waits for a command when there is nothing to compute."""
+        while not self._closing:
+            events, computed = self.step()
+            if events:
+                self._deliver(events)
+            if not computed and not self._closing:
+                self.stats = StepStats(kv_promised_tokens=self._scheduler.kv_promised_tokens)
+                self._deliver(self._apply(self.commands.get()))
+        self._deliver(self._end_all())
+        self._backend.close()
+
+    def step(self) -> tuple[list[Addressed], bool]:
+        """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
+        events = self._drain_commands()
+        events += self._scheduler.admit(self._clock())
+        self._drop_freed()
+        plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.n_decoding))
+        if not plan.slices:
+            return events, False
+        events += self._compute(plan)
+        self._drop_freed()
+        return events, True
+
+    def _compute(self, plan: Plan) -> list[Addressed]:
+        started = self._clock()
+        try:
+            tokens = _sample(plan, self._backend.run(plan))
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(plan.slices))
+            failure = error if isinstance(error, EngineError) else BackendError("the step failed")
+            return self._scheduler.fail((part.sequence for part in plan.slices), failure)
+        ended = self._clock()
+        self._budget.observe(plan.n_decoding, plan.n_prompt_tokens, ended - started)
+        events = self._scheduler.commit(plan, tokens, ended)
+        self._publish(plan, len(tokens), started, ended)
+        return events
+
+    def _drain_commands(self) -> list[Addressed]:
+        events: list[Addressed] = []
+        for _ in range(COMMANDS_PER_STEP):
+            try:
+                events += self._apply(self.commands.get_nowait())
+            except queue.Empty:
+                break
+        return events
+
+    def _apply(self, command: Command) -> list[Addressed]:
+        match command:
+            case Start(sequence):
+                self._scheduler.enqueue(sequence)
+            case Cancel(key):
+                return self._scheduler.cancel(key, self._clock())
+            case SetPaused(key, paused):
+                self._scheduler.set_paused(key, paused)
+            case Close():
+                self._closing = True
+        return []
+
+    def _drop_freed(self) -> None:
+        for seq_id in self._scheduler.take_freed():
+            self._backend.drop(seq_id)
+
+    def _end_all(self) -> list[Addressed]:
+        """Answer everyone who still waits, in the queue of commands too."""
+        while not self.commands.empty():
+            self._apply(self.commands.get_nowait())
+        return self._scheduler.fail(self._scheduler.all_sequences(), EngineClosed("the engine was closed"))
+
+    def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
+        old = self.stats
+        since = old.ended_at if old.ended_at is not None else started
+        rate = n_sampled / max(ended - since, 1e-6)
+        self.stats = StepStats(
+            n_decoding=plan.n_decoding,
+            kv_promised_tokens=self._scheduler.kv_promised_tokens,
+            step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
+            ended_at=ended,
+            tokens_per_second=_smooth(old.tokens_per_second, rate),
+        )
+
+
+def _sample(plan: Plan, rows: Logits) -> list[int | EngineError]:
+    """Draw the next token of each slice that samples; one that cannot be drawn fails alone.
+
+    Shapes: `rows` is (slices that sample, vocabulary).
+    """
+    if not len(rows):
+        return []
+    greedy = argmax_rows(rows)
+    return [
+        int(greedy[i]) if part.sequence.sampler.is_greedy else _draw(part.sequence, rows[i])
+        for i, part in enumerate(plan.sampled)
+    ]
+
+
+def _draw(sequence: Sequence, row: Logits) -> int | EngineError:
+    try:
+        return sequence.sampler.pick(row, sequence.n_generated)
+    except Exception:
+        logger.exception("sampling for sequence %s failed", sequence.key)
+        return BackendError("sampling failed")
+
+
+def _smooth(old: float, new: float) -> float:
+    return old + 0.1 * (new - old) if old else new

@@ -1,0 +1,200 @@
+"""Which tokens the next step computes, and what its results mean.
+
+Owns: the waiting and the running sequences, and the free slots. Pure: no clock, no library, no logging.
+Called by: `loop.py`, on the step thread. `plan` decides, `commit` takes the sampled tokens; the events of
+both are (key, event) pairs for the callers.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeAlias
+
+from llm_engine.errors import EngineError
+from llm_engine.generation import Delta, Event, Failed, StopReason
+from llm_engine.sequence import Sequence
+
+Addressed: TypeAlias = tuple[Hashable, Event]
+
+# The part of a step's prompt tokens kept for the prompt with the least left, so that a short question
+# behind a long document does not wait for all of it.
+_SHORTEST_SHARE = 4
+
+
+class Vocabulary(Protocol):
+    """What the scheduler must know of tokens."""
+
+    def piece(self, token: int) -> bytes: ...
+    def is_end_of_generation(self, token: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The next `n_tokens` pending tokens of one sequence; `samples` if they are all that is pending."""
+
+    sequence: Sequence
+    n_tokens: int
+    samples: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence, n_tokens: int) -> Self:
+        return cls(sequence, n_tokens, n_tokens == sequence.n_pending)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one `llama_decode` computes: running sequences first, then slices of prompts."""
+
+    slices: tuple[Slice, ...]
+    n_decoding: int
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        return sum(s.n_tokens for s in self.slices[self.n_decoding :])
+
+    @property
+    def sampled(self) -> tuple[Slice, ...]:
+        """The slices that yield a token, in the order of their rows of logits."""
+        return tuple(s for s in self.slices if s.samples)
+
+
+class Scheduler:
+    """Continuous batching: sequences join and leave at any step."""
+
+    def __init__(self, n_slots: int, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._free = list(range(n_slots - 1, -1, -1))
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Hashable, Sequence] = {}  # in order of admission
+        self._freed: list[int] = []
+
+    # -- entering and leaving --
+
+    def enqueue(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def admit(self, now: float) -> list[Addressed]:
+        """Give free slots to waiting sequences; a continuation that was complete already ends here."""
+        events: list[Addressed] = []
+        while self._waiting and self._free:
+            sequence = self._waiting.popleft()
+            sequence.seq_id = self._free.pop()
+            sequence.admitted_at = now
+            self._running[sequence.key] = sequence
+            if sequence.n_generated:
+                events += self._resume(sequence, now)
+        return events
+
+    def cancel(self, key: Hashable, now: float) -> list[Addressed]:
+        """End a sequence wherever it is; nothing for one that ended before."""
+        sequence = self._find(key)
+        if sequence is None:
+            return []
+        finished = sequence.finished(StopReason.CANCELLED, now)
+        self._remove(sequence)
+        return [(key, finished)]
+
+    def set_paused(self, key: Hashable, paused: bool) -> None:
+        """Leave a sequence out of the batch, or take it in again; its cells stay."""
+        sequence = self._find(key)
+        if sequence is not None:
+            sequence.paused = paused
+
+    def fail(self, sequences: Iterable[Sequence], error: EngineError) -> list[Addressed]:
+        """End sequences with an error."""
+        failed = list(sequences)
+        for sequence in failed:
+            self._remove(sequence)
+        return [(sequence.key, Failed(error)) for sequence in failed]
+
+    def all_sequences(self) -> list[Sequence]:
+        return [*self._running.values(), *self._waiting]
+
+    def take_freed(self) -> list[int]:
+        """Slots whose sequence ended since the last call: their cells are to be dropped."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    # -- counts --
+
+    @property
+    def n_decoding(self) -> int:
+        """Sequences the next plan will give one token each."""
+        return sum(s.is_decoding and not s.paused for s in self._running.values())
+
+    @property
+    def kv_promised_tokens(self) -> int:
+        """Cells that the running sequences hold or may still fill."""
+        return sum(s.n_prompt + s.max_tokens for s in self._running.values())
+
+    # -- the step --
+
+    def plan(self, n_prompt_tokens: int) -> Plan:
+        """Every running sequence gets its token; `n_prompt_tokens` more are shared among prompts."""
+        active = [s for s in self._running.values() if not s.paused]
+        decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
+        prompts = [s for s in active if not s.is_decoding]
+        return Plan((*decoding, *_share(prompts, n_prompt_tokens)), len(decoding))
+
+    def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
+        """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
+        for part in plan.slices:
+            part.sequence.n_computed += part.n_tokens
+        events: list[Addressed] = []
+        for part, token in zip(plan.sampled, tokens, strict=True):
+            if isinstance(token, EngineError):
+                events += self.fail([part.sequence], token)
+            else:
+                events += self._accept(part.sequence, token, now)
+        return events
+
+    def _accept(self, sequence: Sequence, token: int, now: float) -> list[Addressed]:
+        if not sequence.is_decoding:
+            sequence.first_token_at = now
+        text = sequence.accept(token, self._piece(token))
+        delta: Addressed = (sequence.key, Delta(text, (token,)))
+        return [delta, *self._end_if_over(sequence, now)]
+
+    def _resume(self, sequence: Sequence, now: float) -> list[Addressed]:
+        """Replay tokens delivered by an earlier attempt: state is rebuilt, nothing is sent again."""
+        replayed = sequence.tokens[sequence.n_prompt :]
+        del sequence.tokens[sequence.n_prompt :]
+        for token in replayed:
+            sequence.accept(token, self._piece(token))
+        return self._end_if_over(sequence, now)
+
+    def _piece(self, token: int) -> bytes | None:
+        return None if self._vocabulary.is_end_of_generation(token) else self._vocabulary.piece(token)
+
+    def _end_if_over(self, sequence: Sequence, now: float) -> list[Addressed]:
+        if sequence.stop_reason is None:
+            return []
+        finished = sequence.finished(sequence.stop_reason, now)
+        self._remove(sequence)
+        return [(sequence.key, finished)]
+
+    def _find(self, key: Hashable) -> Sequence | None:
+        running = self._running.get(key)
+        return running or next((s for s in self._waiting if s.key == key), None)
+
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.seq_id is None:
+            self._waiting.remove(sequence)
+            return
+        del self._running[sequence.key]
+        self._free.append(sequence.seq_id)
+        self._freed.append(sequence.seq_id)
+
+
+def _share(prompts: list[Sequence], n_tokens: int) -> list[Slice]:
+    """Divide a step's prompt tokens: the oldest prompt first, but a part for the one with least left."""
+    shares = dict.fromkeys(prompts, 0)
+    if len(prompts) > 1:
+        shortest = min(prompts, key=lambda s: s.n_pending)
+        shares[shortest] = min(shortest.n_pending, n_tokens // _SHORTEST_SHARE)
+    left = n_tokens - sum(shares.values())
+    for sequence in prompts:
+        more = min(left, sequence.n_pending - shares[sequence])
+        shares[sequence] += more
+        left -= more
+    return [Slice.of(sequence, share) for sequence, share in shares.items() if share]
