@@ -1,0 +1,29 @@
+"""The models of the tests, each written or found once per session."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models import smollm2_path, write_qwen35_like, write_sliding_window
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, or whatever `LLM_TEST_MODEL` names."""
+    return smollm2_path()
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recurrent and attention hybrid, qwen35-shaped, with random weights."""
+    path = tmp_path_factory.mktemp("hybrid") / "hybrid.gguf"
+    write_qwen35_like(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gemma3-shaped sliding-window model with random weights."""
+    path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
+    write_sliding_window(path)
+    return path
