@@ -1,0 +1,142 @@
+"""Who gets which lane: the queue of waiting lanes per model, and the choice among workers with credit.
+
+Owns: the order of the waiting lanes, and the names models go by. Decides, and acts on nothing.
+Called by: `gateway.py`, which claims what is chosen here.
+
+Order within a model: lanes that come back from a worker first, oldest first; then tenants in turn, and first
+come first served within a tenant. Taking the next fresh lane costs the same however many wait.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from llm_ingress.lanes import Lane
+from llm_ingress.leases import WorkerView
+from llm_ingress.wire import ModelCard
+
+
+def suits(worker: WorkerView, lane: Lane) -> bool:
+    """Whether the worker could serve the lane, had it a free place.
+
+    An answer that has begun can only be continued where the same tokens give the same text.
+    """
+    return (
+        worker.is_live
+        and not worker.is_draining
+        and worker.card.name == lane.model
+        and (not lane.progress or worker.card.fingerprint == lane.fingerprint)
+    )
+
+
+def can_take(worker: WorkerView, lane: Lane) -> bool:
+    """Whether the worker may be granted the lane now."""
+    return worker.credit > 0 and lane.id not in worker.declined and suits(worker, lane)
+
+
+def choose_worker(lane: Lane, workers: Iterable[WorkerView]) -> WorkerView | None:
+    """Return the worker to grant a lane to: the one with most room, of several the least used so far."""
+    able = [worker for worker in workers if can_take(worker, lane)]
+    return max(able, key=lambda worker: (worker.credit, -worker.n_granted), default=None)
+
+
+class ModelQueue:
+    """The lanes that wait for one model."""
+
+    def __init__(self) -> None:
+        self._returned: dict[int, Lane] = {}
+        self._tenants: OrderedDict[str, OrderedDict[int, Lane]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        """Whether any lane waits here."""
+        return bool(self._returned or self._tenants)
+
+    def __iter__(self) -> Iterator[Lane]:
+        """Go over the waiting lanes, those that came back first."""
+        return chain(self._returned.values(), *(lanes.values() for lanes in self._tenants.values()))
+
+    def park(self, lane: Lane) -> None:
+        """Append a fresh lane to its tenant's; a tenant that had none goes behind the others."""
+        self._tenants.setdefault(lane.request.tenant, OrderedDict())[lane.id] = lane
+
+    def put_back(self, lane: Lane) -> None:
+        """Put a lane that comes back ahead of all fresh ones, in the order of admission among its like."""
+        self._returned[lane.id] = lane
+        self._returned = dict(sorted(self._returned.items()))
+
+    def withdraw(self, lane: Lane) -> None:
+        """Take a lane out."""
+        if self._returned.pop(lane.id, None) is not None:
+            return
+        tenant = lane.request.tenant
+        lanes = self._tenants[tenant]
+        del lanes[lane.id]
+        if not lanes:
+            del self._tenants[tenant]
+
+    def pop_for(self, worker: WorkerView) -> Lane | None:
+        """Take out the lane whose turn it is among those this worker can take."""
+        for lane in self._returned.values():
+            if can_take(worker, lane):
+                del self._returned[lane.id]
+                return lane
+        return self._pop_fresh() if self._tenants else None
+
+    def _pop_fresh(self) -> Lane:
+        tenant, lanes = next(iter(self._tenants.items()))
+        _, lane = lanes.popitem(last=False)
+        if lanes:
+            self._tenants.move_to_end(tenant)
+        else:
+            del self._tenants[tenant]
+        return lane
+
+
+class Dispatch:
+    """The queues of all models ever served, under every name these go by."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, ModelQueue] = {}
+        self._names: dict[str, str] = {}
+
+    @property
+    def knows_any(self) -> bool:
+        """Whether any model was ever served."""
+        return bool(self._names)
+
+    def learn(self, card: ModelCard) -> None:
+        """Remember a model's names. Of two models that share an alias, the one that came last has it."""
+        self._queues.setdefault(card.name, ModelQueue())
+        self._names.update(dict.fromkeys(card.aliases, card.name))
+        # A model's own name is never another's alias.
+        self._names.update((name, name) for name in self._queues)
+
+    def name_of(self, model: str) -> str | None:
+        """Return the canonical name of a model; None if nobody ever served it."""
+        return self._names.get(model)
+
+    def waiting(self) -> Iterator[Lane]:
+        """Go over all waiting lanes."""
+        return chain.from_iterable(self._queues.values())
+
+    def has_waiting(self, model: str) -> bool:
+        """Whether any lane waits for this model."""
+        return bool(self._queues[model])
+
+    def park(self, lane: Lane) -> None:
+        """Queue a fresh lane."""
+        self._queues[lane.model].park(lane)
+
+    def put_back(self, lane: Lane) -> None:
+        """Queue a lane that comes back from a worker, at the head."""
+        self._queues[lane.model].put_back(lane)
+
+    def withdraw(self, lane: Lane) -> None:
+        """Take a waiting lane out of its queue."""
+        self._queues[lane.model].withdraw(lane)
+
+    def pop_for(self, worker: WorkerView) -> Lane | None:
+        """Take out the next lane for a worker; None if it has no credit or nothing it can take waits."""
+        if worker.credit == 0 or worker.is_draining or not worker.is_live:
+            return None
+        return self._queues[worker.card.name].pop_for(worker)

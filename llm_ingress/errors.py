@@ -1,0 +1,54 @@
+"""What can go wrong in the ingress, and whose fault it is.
+
+IngressError
+├── ConfigError      the operator's: an option is out of its range (names field, value and range)
+├── UnknownModel     the caller's: no worker ever served a model of that name
+├── Refused          nobody's: no lane can be had now; says why, and when to come again
+├── ProtocolFault    a worker's: its messages break the ring protocol; its connection should end
+└── IllegalMove      ours: a lane was asked for a state it cannot reach from the one it is in
+"""
+
+from enum import StrEnum
+
+
+class IngressError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(IngressError, ValueError):
+    """An option is out of its range."""
+
+
+class UnknownModel(IngressError):
+    """No worker ever served this model."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"no worker ever served the model {model!r}")
+        self.model = model
+
+
+class RefusalReason(StrEnum):
+    """Why a request is turned away for now; the `reason` of a 503."""
+
+    RING_FULL = "ring_full"
+    QUEUE_TIMEOUT = "queue_timeout"
+    DRAINING = "draining"
+    NO_WORKERS = "no_workers"
+
+
+class Refused(IngressError):
+    """No lane can be had now."""
+
+    def __init__(self, reason: RefusalReason, retry_after_s: int, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        self.message = message
+
+
+class ProtocolFault(IngressError):
+    """A worker sent what the ring protocol does not allow at that point."""
+
+
+class IllegalMove(IngressError):
+    """A lane cannot go from its state to the one asked for."""

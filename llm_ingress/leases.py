@@ -1,0 +1,143 @@
+"""Who holds which lane, and until when: the attached workers as the ingress sees them.
+
+Owns: the worker views: each worker's lanes, credit and last sign of life.
+Touched by: `gateway.py` only, on the event loop. `dispatch.py` reads the views to choose between them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llm_ingress.errors import ProtocolFault
+from llm_ingress.lanes import Lane
+from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
+
+
+class WorkerLink(Protocol):
+    """The way to one attached worker. Nothing here may call the gateway back before it returns."""
+
+    def grant(self, grant: Grant) -> None:
+        """Hand the worker a lane."""
+
+    def cancel(self, ref: LaneRef) -> None:
+        """Tell it that nobody wants this lane from it any more."""
+
+    def pause(self, ref: LaneRef) -> None:
+        """Tell it to hold a lane whose client reads too slowly."""
+
+    def resume(self, ref: LaneRef) -> None:
+        """Tell it to go on with a paused lane."""
+
+    def drain(self) -> None:
+        """Tell it that this ingress goes away."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class WorkerView:
+    """One attached worker."""
+
+    id: int
+    hello: Hello
+    link: WorkerLink
+    heard_at: float
+    is_live: bool = True  # False from the lease's end to the next frame
+    is_draining: bool = False
+    heartbeat: Heartbeat | None = None
+    credit: int = 0  # lanes it would still take
+    n_granted: int = 0  # on this connection
+    held: dict[int, Lane] = field(default_factory=dict)
+    # Given back by this worker since its last CREDIT: until the next it has no place for them.
+    declined: set[int] = field(default_factory=set)
+
+    @property
+    def card(self) -> ModelCard:
+        """The model it serves."""
+        return self.hello.model
+
+    def offer(self, n: int, seen: int) -> None:
+        """Replace the credit: `n` lanes beyond the `seen` grants that had reached the worker when it offered.
+
+        Raises: ProtocolFault if it claims to have seen grants that were never made.
+        """
+        n_unseen = self.n_granted - seen
+        if n < 0 or n_unseen < 0:
+            raise ProtocolFault(f"credit of {n} beyond {seen} lanes seen, of {self.n_granted} granted")
+        self.credit = 0 if self.is_draining else max(0, n - n_unseen)
+        self.declined.clear()
+
+    def holds(self, ref: LaneRef) -> Lane | None:
+        """Return the lane if this worker holds it under this very claim."""
+        lane = self.held.get(ref.lane_id)
+        return lane if lane is not None and lane.claim == ref.claim else None
+
+
+class Leases:
+    """The attached workers, and the time each may stay silent."""
+
+    def __init__(self, *, timeout_s: float, interval_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._interval_s = interval_s
+        self._workers: dict[int, WorkerView] = {}
+        self._holders: dict[int, WorkerView] = {}  # by lane id
+        self._n_attached = 0
+        self._scanned_at: float | None = None
+        self._grace_until = 0.0
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        """Go over the attached workers, first come first."""
+        return iter(self._workers.values())
+
+    def get(self, worker_id: int) -> WorkerView | None:
+        """Return an attached worker."""
+        return self._workers.get(worker_id)
+
+    def attach(self, hello: Hello, link: WorkerLink, now: float) -> WorkerView:
+        """Begin a worker's lease."""
+        self._n_attached += 1
+        worker = WorkerView(id=self._n_attached, hello=hello, link=link, heard_at=now)
+        self._workers[worker.id] = worker
+        return worker
+
+    def detach(self, worker_id: int) -> None:
+        """Forget a worker that holds nothing any more."""
+        worker = self._workers.pop(worker_id)
+        assert not worker.held, f"worker {worker_id} still holds {len(worker.held)} lanes"
+
+    def claim(self, worker: WorkerView, lane: Lane, now: float) -> LaneRef:
+        """Give a waiting lane to a worker, at the price of one credit."""
+        assert worker.credit > 0, f"worker {worker.id} has credit {worker.credit}"
+        ref = lane.claim_for(worker.card.fingerprint, now)
+        worker.credit -= 1
+        worker.n_granted += 1
+        worker.held[lane.id] = lane
+        self._holders[lane.id] = worker
+        return ref
+
+    def release(self, lane: Lane) -> None:
+        """Take a lane out of its worker's hands."""
+        worker = self._holders.pop(lane.id)
+        del worker.held[lane.id]
+
+    def decline(self, lane: Lane) -> None:
+        """Note that its worker could not serve a lane: not to offer it again before the next CREDIT."""
+        self._holders[lane.id].declined.add(lane.id)
+
+    def holder_of(self, lane: Lane) -> WorkerView | None:
+        """Return the worker that holds a lane."""
+        return self._holders.get(lane.id)
+
+    def expire(self, now: float) -> list[WorkerView]:
+        """End the leases of workers silent for too long, and return these workers.
+
+        A scan that itself ran late proves that this process was starved, and that frames may lie unread: it
+        gives everybody one interval more.
+        """
+        if self._scanned_at is not None and now - self._scanned_at > self._interval_s:
+            self._grace_until = now + self._interval_s
+        self._scanned_at = now
+        if now < self._grace_until:
+            return []
+        silent = [w for w in self if w.is_live and now - w.heard_at > self._timeout_s]
+        for worker in silent:
+            worker.is_live = False
+        return silent
