@@ -1,0 +1,224 @@
+"""The bytes of one chat completion: engine events in, chunks or one JSON out.
+
+An answer writes to its ring as it goes, each piece together with the progress it stands for. What is constant
+in a chunk is encoded once per answer, so that a token costs one JSON string and two concatenations.
+
+Owns: the text of one answer that is not yet written.
+Called by: `job.py`, on the event loop.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import orjson
+
+from llm_engine.generation import Delta, StopReason
+from llm_ingress.wire import Head, LaneRef
+from llm_worker.progress import Finish, Start, pack_finish, pack_start, pack_text, pack_tokens
+from llm_worker.ring import Ring
+
+DONE = b"data: [DONE]\n\n"
+
+STREAM_HEAD = Head(
+    status=200,
+    headers=(
+        ("content-type", "text/event-stream; charset=utf-8"),
+        ("cache-control", "no-cache"),
+        ("x-accel-buffering", "no"),
+    ),
+)
+
+# JSON allows these raw inside a string, but readers that split text into lines break the line at them.
+_LINE_BREAKS = tuple((c.encode(), b"\\u%04x" % ord(c)) for c in "\u0085\u2028\u2029")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What every chunk of an answer repeats."""
+
+    id: str
+    created: int
+    model: str  # as the client named it
+    system_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one answer."""
+
+    n_prompt: int
+    n_cached: int
+    n_completion: int
+
+
+class ChunkEncoder:
+    """Encodes the chunks of one streamed answer."""
+
+    def __init__(self, identity: Identity, *, include_usage: bool) -> None:
+        self._opening = b"data: " + _opening(identity, "chat.completion.chunk")
+        self._include_usage = include_usage
+        self._closing = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._before_text = self._opening + b'[{"index":0,"delta":{"content":'
+        self._after_text = b'},"logprobs":null,"finish_reason":null}]' + self._closing
+
+    def role(self) -> bytes:
+        """The first chunk: who speaks, and nothing said yet."""
+        return self._choice(b'{"role":"assistant","content":""}', b"null")
+
+    def text(self, text: str) -> bytes:
+        """A chunk of new text."""
+        return self._before_text + _json(text) + self._after_text
+
+    def ending(self, reason: StopReason, usage: Usage) -> bytes:
+        """Everything after the last text: the finish chunk, usage if it was asked for, and [DONE]."""
+        finish = self._choice(b"{}", _json(reason))
+        if not self._include_usage:
+            return finish + DONE
+        return finish + self._opening + b'[],"usage":' + _usage_json(usage) + b"}\n\n" + DONE
+
+    def _choice(self, delta: bytes, finish_reason: bytes) -> bytes:
+        choice = b'[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}]' % (delta, finish_reason)
+        return self._opening + choice + self._closing
+
+
+class CompletionEncoder:
+    """Encodes one answer that is not streamed."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._opening = _opening(identity, "chat.completion")
+
+    def completion(self, text: str, reason: StopReason, usage: Usage) -> bytes:
+        """The whole answer as one JSON object."""
+        return b"".join(
+            (
+                self._opening,
+                b'[{"index":0,"message":{"role":"assistant","content":',
+                _json(text),
+                b',"refusal":null},"logprobs":null,"finish_reason":',
+                _json(reason),
+                b'}],"usage":',
+                _usage_json(usage),
+                b"}",
+            )
+        )
+
+
+class Answer(Protocol):
+    """One answer being written to its lane."""
+
+    def begin(self) -> None:
+        """The engine admitted it."""
+
+    def delta(self, delta: Delta) -> None:
+        """New tokens, with or without text."""
+
+    def finish(self, reason: StopReason, usage: Usage) -> None:
+        """The last token is known."""
+
+
+class StreamedAnswer:
+    """An answer sent chunk by chunk."""
+
+    def __init__(
+        self, ring: Ring, ref: LaneRef, encoder: ChunkEncoder, start: Start, *, continued: bool
+    ) -> None:
+        self._ring = ring
+        self._ref = ref
+        self._encoder = encoder
+        self._start = start
+        self._continued = continued
+        self._held = ""
+
+    def begin(self) -> None:
+        self._ring.head(self._ref, STREAM_HEAD)
+        if not self._continued:
+            self._ring.body(self._ref, self._encoder.role(), pack_start(self._start))
+
+    def delta(self, delta: Delta) -> None:
+        if not delta.tokens:
+            # Text without tokens would leave no trace in the progress, and a continuation would repeat it.
+            self._held += delta.text
+            return
+        text = self._held + delta.text
+        self._held = ""
+        self._ring.body(self._ref, self._encoder.text(text) if text else b"", pack_tokens(delta.tokens))
+
+    def finish(self, reason: StopReason, usage: Usage) -> None:
+        text = self._encoder.text(self._held) if self._held else b""
+        ending = self._encoder.ending(reason, usage)
+        self._ring.body(self._ref, text + ending, _pack_finish(reason, usage))
+
+
+class WholeAnswer:
+    """An answer sent as one JSON object at its end. Its text travels as progress until then."""
+
+    def __init__(
+        self, ring: Ring, ref: LaneRef, encoder: CompletionEncoder, start: Start, *, earlier: list[str] | None
+    ) -> None:
+        self._ring = ring
+        self._ref = ref
+        self._encoder = encoder
+        self._start = start
+        self._continued = earlier is not None
+        self._pieces = earlier or []
+        self._held = ""
+
+    def begin(self) -> None:
+        # The head waits for the end: until then a failure can still be a status of its own.
+        if not self._continued:
+            self._ring.body(self._ref, b"", pack_start(self._start))
+
+    def delta(self, delta: Delta) -> None:
+        self._pieces.append(delta.text)
+        if delta.tokens:
+            self._ring.body(self._ref, b"", pack_tokens(delta.tokens) + pack_text(delta.text))
+
+    def finish(self, reason: StopReason, usage: Usage) -> None:
+        completion = self._encoder.completion("".join(self._pieces), reason, usage)
+        self._ring.head(self._ref, json_head(200, completion))
+        self._ring.body(self._ref, completion, _pack_finish(reason, usage))
+
+
+def json_head(status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Head:
+    """The head of an answer that is one JSON body."""
+    content = (("content-type", "application/json"), ("content-length", str(len(body))))
+    return Head(status=status, headers=content + headers)
+
+
+def _json(value: object) -> bytes:
+    """JSON in which no reader finds a line break."""
+    encoded = orjson.dumps(value)
+    if encoded.isascii():
+        return encoded
+    for character, escape in _LINE_BREAKS:
+        encoded = encoded.replace(character, escape)
+    return encoded
+
+
+def _opening(identity: Identity, kind: str) -> bytes:
+    """The constant fields of a chunk or completion, up to the value of its choices."""
+    constant = _json(
+        {
+            "id": identity.id,
+            "object": kind,
+            "created": identity.created,
+            "model": identity.model,
+            "system_fingerprint": identity.system_fingerprint,
+        }
+    )
+    return constant.removesuffix(b"}") + b',"choices":'
+
+
+def _usage_json(usage: Usage) -> bytes:
+    return orjson.dumps(
+        {
+            "prompt_tokens": usage.n_prompt,
+            "completion_tokens": usage.n_completion,
+            "total_tokens": usage.n_prompt + usage.n_completion,
+            "prompt_tokens_details": {"cached_tokens": usage.n_cached},
+        }
+    )
+
+
+def _pack_finish(reason: StopReason, usage: Usage) -> bytes:
+    return pack_finish(Finish(reason=reason, n_cached=usage.n_cached))

@@ -1,0 +1,45 @@
+"""What an engine is to a worker: something that prepares requests and turns them into events.
+
+`llm_engine.engine.Engine` is the one in use. The worker names only what it needs of it, so that another
+source of tokens could stand under a worker, and so that the worker is tested without a model.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+from llm_engine.generation import GenerateRequest, Listener, Prepared
+
+if TYPE_CHECKING:
+    # At run time this would load llama.cpp.
+    from llm_engine.engine import Capacity, EngineInfo
+
+
+class RunningGeneration(Protocol):
+    """The handle on one admitted generation."""
+
+    def cancel(self) -> None:
+        """End it; its listener hears nothing more."""
+
+    def pause(self) -> None:
+        """Leave it out of the batch; its cells stay."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+
+class TextEngine(Protocol):
+    """An engine with its model resident."""
+
+    @property
+    def info(self) -> "EngineInfo": ...
+
+    def prepare(self, request: GenerateRequest, /) -> Prepared:
+        """Template, tokenise and measure. Thread: any. Raises: RequestError."""
+
+    def submit(self, prepared: Prepared, on_event: Listener, /) -> RunningGeneration:
+        """Admit; events reach the listener on the event loop, never from inside this call.
+
+        Raises: EngineBusy, EngineClosed.
+        """
+
+    def capacity(self) -> "Capacity":
+        """How busy it is now. Thread: any."""

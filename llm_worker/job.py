@@ -1,0 +1,245 @@
+"""One claim seen from the worker, head to end: what the engine says about it goes to its ring.
+
+    PREPARING --begin--> RUNNING --finished, failed, cancelled--> CLOSED
+        `--------refused, released, failed, cancelled---------------^
+
+A head goes back only once the engine has admitted the request, so every refusal is a status of its own. A job
+closes exactly once, whatever goes wrong in it, and says so to its worker.
+
+Owns: the state of one claim. Touched by: `worker.py` and the engine's events, on the event loop.
+"""
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import assert_never
+
+from llm_engine.errors import RequestError
+from llm_engine.generation import Delta, Event, Failed, Finished, StopReason
+from llm_ingress.api.errors import ApiError
+from llm_ingress.wire import End, Fail, FinishReason, Grant, Head
+from llm_worker.answer import (
+    Answer,
+    ChunkEncoder,
+    CompletionEncoder,
+    Identity,
+    StreamedAnswer,
+    Usage,
+    WholeAnswer,
+    json_head,
+)
+from llm_worker.engine import RunningGeneration, TextEngine
+from llm_worker.errors import IllegalJobMove, ProgressError
+from llm_worker.preparation import PreparedJob
+from llm_worker.progress import ChoiceProgress, Finish, Start
+from llm_worker.ring import Ring
+from llm_worker.translate import refusal
+
+logger = logging.getLogger(__name__)
+
+# An answer that was complete when its worker was lost: the client has its real head since then, and ignores
+# this one, which only tells the ingress that the claim is answered.
+ANSWERED_HEAD = Head(status=200, headers=())
+
+FINGERPRINT_CHARS = 12
+
+FINISH_REASONS = {StopReason.STOP: FinishReason.STOP, StopReason.LENGTH: FinishReason.LENGTH}
+
+
+class JobState(StrEnum):
+    """Where a claim is on its way through the worker."""
+
+    PREPARING = "preparing"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+NEXT = {
+    JobState.PREPARING: {JobState.RUNNING, JobState.CLOSED},
+    JobState.RUNNING: {JobState.CLOSED},
+    JobState.CLOSED: set[JobState](),
+}
+
+
+class Job:
+    """One claim. `on_closed` is called once, after the last word to the ring."""
+
+    def __init__(self, ring: Ring, grant: Grant, on_closed: Callable[["Job"], None]) -> None:
+        self.ring = ring
+        self.grant = grant
+        self.ref = grant.ref
+        self.state = JobState.PREPARING
+        self._on_closed = on_closed
+        self._paused = False
+        self._start: Start | None = None
+        self._answer: Answer | None = None
+        self._generation: RunningGeneration | None = None
+
+    # -- from the preparation --
+
+    def begin(self, engine: TextEngine, ready: PreparedJob) -> None:
+        """Submit to the engine, and once it admits, begin the answer.
+
+        Raises: EngineBusy, EngineClosed; the lane is then still to be released.
+        """
+        if ready.earlier is not None and ready.earlier.finish is not None:
+            self._end_answered(ready.start, ready.earlier, ready.earlier.finish)
+            return
+        self._generation = engine.submit(ready.prepared, self.on_event)
+        self._move(JobState.RUNNING)
+        if self._paused:
+            self._generation.pause()
+        self._start = ready.start
+        self._answer = open_answer(self.ring, self.grant, ready)
+        self._answer.begin()
+
+    def _end_answered(self, start: Start, earlier: ChoiceProgress, finish: Finish) -> None:
+        """End a claim whose answer was complete when its last worker was lost."""
+        usage = Usage(n_prompt=start.n_prompt, n_cached=finish.n_cached, n_completion=len(earlier.tokens))
+        self.ring.head(self.ref, ANSWERED_HEAD)
+        self._end(finish.reason, usage)
+
+    def reject(self, error: BaseException) -> None:
+        """Answer for a preparation that failed."""
+        match error:
+            case ApiError():
+                self.refuse(error)
+            case RequestError():
+                self.refuse(refusal(error))
+            case ProgressError():
+                logger.warning("lane %d cannot be continued: %s", self.ref.lane_id, error)
+                self.fail(str(error), retryable=True)
+            case _:
+                logger.error("preparing lane %d failed", self.ref.lane_id, exc_info=error)
+                self.fail("the request could not be prepared", retryable=False)
+
+    # -- from the engine --
+
+    def on_event(self, event: Event) -> None:
+        """Pass on what the engine says. Whatever goes wrong here ends this job and no other."""
+        if self.state is not JobState.RUNNING:
+            return
+        try:
+            self._take(event)
+        except Exception:
+            self.crash()
+
+    def _take(self, event: Event) -> None:
+        assert self._answer is not None, f"lane {self.ref.lane_id} runs without an answer"
+        match event:
+            case Delta():
+                self._answer.delta(event)
+            case Finished():
+                self._finish(event, self._answer)
+            case Failed():
+                logger.warning("lane %d failed in the engine: %s", self.ref.lane_id, event.error)
+                self.fail("the engine failed", retryable=True)
+            case _:
+                assert_never(event)
+
+    def _finish(self, finished: Finished, answer: Answer) -> None:
+        assert self._start is not None, f"lane {self.ref.lane_id} runs without a start"
+        usage = Usage(
+            n_prompt=self._start.n_prompt,
+            # A continuation may find cached what an earlier attempt generated; that is no prompt.
+            n_cached=min(finished.n_cached, self._start.n_prompt),
+            n_completion=finished.n_completion,
+        )
+        answer.finish(finished.reason, usage)
+        self._end(finished.reason, usage, prefill_ms=finished.prefill_ms, decode_ms=finished.decode_ms)
+
+    # -- from the ingress --
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more; nothing is said to the ring."""
+        if self.state is not JobState.CLOSED:
+            self._cancel_generation()
+            self._close()
+
+    def pause(self) -> None:
+        """Hold it: its client reads too slowly."""
+        self._paused = True
+        if self._generation is not None:
+            self._generation.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+        if self._generation is not None:
+            self._generation.resume()
+
+    # -- the ways to close --
+
+    def crash(self) -> None:
+        """End after an unforeseen exception, which is being handled; nobody but this lane suffers."""
+        logger.exception("lane %d failed in the worker", self.ref.lane_id)
+        if self.state is not JobState.CLOSED:
+            self._cancel_generation()
+            self.fail("the worker failed", retryable=False)
+
+    def release(self) -> None:
+        """Give the lane back unserved."""
+        self.ring.release(self.ref)
+        self._close()
+
+    def fail(self, message: str, *, retryable: bool) -> None:
+        """End in a failure. The client may read `message`."""
+        try:
+            self.ring.fail(self.ref, Fail(message=message, retryable=retryable))
+        finally:
+            self._close()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer with an error status."""
+        body = error.body()
+        self.ring.head(self.ref, json_head(error.status, body, error.headers))
+        self.ring.body(self.ref, body, b"")
+        self.ring.end(self.ref, End(finish_reason=FinishReason.REFUSED))
+        self._close()
+
+    def _end(
+        self, reason: StopReason, usage: Usage, *, prefill_ms: float = 0.0, decode_ms: float = 0.0
+    ) -> None:
+        end = End(
+            finish_reason=FINISH_REASONS[reason],
+            n_prompt=usage.n_prompt,
+            n_cached=usage.n_cached,
+            n_completion=usage.n_completion,
+            prefill_ms=prefill_ms,
+            decode_ms=decode_ms,
+        )
+        self.ring.end(self.ref, end)
+        self._close()
+
+    def _cancel_generation(self) -> None:
+        if self._generation is not None:
+            self._generation.cancel()
+
+    def _close(self) -> None:
+        self._move(JobState.CLOSED)
+        self._generation = None
+        self._answer = None
+        self._on_closed(self)
+
+    def _move(self, state: JobState) -> None:
+        if state not in NEXT[self.state]:
+            raise IllegalJobMove(
+                f"the job of lane {self.ref.lane_id} is {self.state} and cannot become {state}"
+            )
+        self.state = state
+
+
+def open_answer(ring: Ring, grant: Grant, ready: PreparedJob) -> Answer:
+    """The answer of a claim in the form its request asks for."""
+    start, earlier = ready.start, ready.earlier
+    identity = Identity(
+        id=start.id,
+        created=start.created,
+        model=ready.chat.model,
+        system_fingerprint=f"fp_{start.fingerprint[:FINGERPRINT_CHARS]}",
+    )
+    if ready.chat.streams:
+        chunks = ChunkEncoder(identity, include_usage=ready.chat.include_usage)
+        return StreamedAnswer(ring, grant.ref, chunks, start, continued=earlier is not None)
+    pieces = None if earlier is None else earlier.pieces
+    return WholeAnswer(ring, grant.ref, CompletionEncoder(identity), start, earlier=pieces)

@@ -1,0 +1,89 @@
+"""A ring in one process: a worker and a gateway on the same event loop.
+
+What the worker says is a plain call into the gateway. What the gateway says waits for the event loop's next
+turn, so that neither is ever called from inside its own call.
+
+Owns: how many grants have reached the worker. Called by: the worker (`Ring`), the gateway (`WorkerLink`).
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from llm_ingress.gateway import Gateway
+from llm_ingress.wire import End, Fail, Grant, Head, Heartbeat, Hello, LaneRef
+from llm_worker.ring import RingListener
+
+
+class LocalRing:
+    """The ring of a gateway in this process. Thread: event loop."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._loop = asyncio.get_running_loop()
+        self._listener: RingListener | None = None
+        self._worker_id = 0
+        self._n_seen = 0
+
+    # -- the worker's calls --
+
+    def attach(self, hello: Hello, listener: RingListener) -> None:
+        self._listener = listener
+        self._worker_id = self._gateway.attach(hello, self)
+        self._tell(lambda worker: worker.on_attached(self))
+
+    def credit(self, n_lanes: int) -> None:
+        self._gateway.credit(self._worker_id, n_lanes, self._n_seen)
+
+    def head(self, ref: LaneRef, head: Head) -> None:
+        self._gateway.head(self._worker_id, ref, head)
+
+    def body(self, ref: LaneRef, data: bytes, progress: bytes) -> None:
+        self._gateway.body(self._worker_id, ref, data, progress)
+
+    def end(self, ref: LaneRef, end: End) -> None:
+        self._gateway.end(self._worker_id, ref, end)
+
+    def fail(self, ref: LaneRef, fail: Fail) -> None:
+        self._gateway.fail(self._worker_id, ref, fail)
+
+    def release(self, ref: LaneRef) -> None:
+        self._gateway.release(self._worker_id, ref)
+
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        self._gateway.heartbeat(self._worker_id, heartbeat)
+
+    def draining(self) -> None:
+        self._gateway.draining(self._worker_id)
+
+    def detach(self) -> None:
+        self._listener = None
+        self._gateway.detach(self._worker_id, "the worker left")
+
+    # -- the gateway's calls --
+
+    def grant(self, grant: Grant) -> None:
+        self._tell(lambda worker: self._hand_over(grant, worker))
+
+    def cancel(self, ref: LaneRef) -> None:
+        self._tell(lambda worker: worker.on_cancel(self, ref))
+
+    def pause(self, ref: LaneRef) -> None:
+        self._tell(lambda worker: worker.on_pause(self, ref))
+
+    def resume(self, ref: LaneRef) -> None:
+        self._tell(lambda worker: worker.on_resume(self, ref))
+
+    def drain(self) -> None:
+        self._tell(lambda worker: worker.on_drain(self))
+
+    def _hand_over(self, grant: Grant, worker: RingListener) -> None:
+        self._n_seen += 1
+        worker.on_grant(self, grant)
+
+    def _tell(self, message: Callable[[RingListener], None]) -> None:
+        self._loop.call_soon(self._deliver, message)
+
+    def _deliver(self, message: Callable[[RingListener], None]) -> None:
+        # What is under way when the worker leaves the ring is for nobody.
+        if self._listener is not None:
+            message(self._listener)

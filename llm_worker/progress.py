@@ -1,0 +1,199 @@
+"""The progress of an answer: the bytes that let another worker continue it.
+
+A worker sends them beside the answer's own bytes, the ingress appends them to the lane without looking
+inside, and the next worker reads them all. They are a sequence of records:
+
+    kind (high) and choice (low half of one byte) | payload bytes as LEB128 | payload     (little endian)
+
+START comes first and once: what the first worker decided. TOKENS are generated token ids. TEXT is what those
+tokens read as, written only where no client has it yet: in answers that are not streamed. FINISH says that
+the answer's last byte went along with this record, so nothing but the END is missing.
+There is no version number: a lane with progress only ever goes to a worker of equal fingerprint.
+
+Called by: `answer.py`, which packs; `preparation.py`, which unpacks. Pure.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeVar
+
+import msgspec
+import orjson
+
+from llm_engine.generation import StopReason
+from llm_worker.errors import ProgressError
+
+T = TypeVar("T")
+
+TOKEN_BYTES = 4
+LENGTH_BYTES_MAX = 5
+
+
+class RecordKind(IntEnum):
+    """What a record's payload is."""
+
+    START = 1  # JSON of `Start`
+    TOKENS = 2  # token ids, u32 each
+    TEXT = 3  # UTF-8
+    FINISH = 4  # JSON of `Finish`
+
+
+_ONE_TOKEN = struct.Struct("<BBI")  # the record of nearly every step, in one call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What the first worker decided; a continuation keeps to it."""
+
+    id: str
+    created: int  # unix seconds
+    seed: int
+    max_tokens: int
+    fingerprint: str
+    n_prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """How a choice ended whose last byte is out."""
+
+    reason: StopReason
+    n_cached: int
+
+
+@dataclass(slots=True)
+class ChoiceProgress:
+    """How far one choice came. `pieces` of text are empty for a streamed answer: its client has them."""
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Everything an answer's records say."""
+
+    start: Start
+    choices: dict[int, ChoiceProgress]
+
+    def choice(self, index: int) -> ChoiceProgress:
+        """Progress of one choice; an empty one if it has not begun."""
+        return self.choices.get(index) or ChoiceProgress()
+
+
+def pack_start(start: Start) -> bytes:
+    """The record that opens an answer."""
+    return _record(RecordKind.START, 0, orjson.dumps(start))
+
+
+def pack_tokens(tokens: tuple[int, ...], choice: int = 0) -> bytes:
+    """The record of newly generated tokens; nothing if there are none."""
+    if len(tokens) == 1:
+        return _ONE_TOKEN.pack(RecordKind.TOKENS << 4 | choice, TOKEN_BYTES, tokens[0])
+    if not tokens:
+        return b""
+    return _record(RecordKind.TOKENS, choice, struct.pack(f"<{len(tokens)}I", *tokens))
+
+
+def pack_text(text: str, choice: int = 0) -> bytes:
+    """The record of new text no client has; nothing if it is empty."""
+    return _record(RecordKind.TEXT, choice, text.encode()) if text else b""
+
+
+def pack_finish(finish: Finish, choice: int = 0) -> bytes:
+    """The record that goes with a choice's last byte."""
+    return _record(RecordKind.FINISH, choice, orjson.dumps(finish))
+
+
+def unpack(data: bytes) -> Progress:
+    """Read an answer's progress.
+
+    Raises: ProgressError if it is empty, cut short, or anything but records that begin with one START.
+    """
+    start: Start | None = None
+    choices: dict[int, ChoiceProgress] = {}
+    for kind, choice, payload in _records(data):
+        if (kind is RecordKind.START) is not (start is None):
+            raise ProgressError("progress does not begin with its one START")
+        if kind is RecordKind.START:
+            start = _decode(payload, Start)
+        else:
+            _apply(choices.setdefault(choice, ChoiceProgress()), kind, payload)
+    if start is None:
+        raise ProgressError("progress is empty")
+    return Progress(start, choices)
+
+
+def _record(kind: RecordKind, choice: int, payload: bytes) -> bytes:
+    length = bytearray()
+    left = len(payload)
+    while left > 0x7F:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    length.append(left)
+    return bytes((kind << 4 | choice,)) + length + payload
+
+
+def _records(data: bytes) -> Iterator[tuple[RecordKind, int, bytes]]:
+    """Kind, choice and payload of each record."""
+    position = 0
+    while position < len(data):
+        tag = data[position]
+        n_bytes, position = _read_length(data, position + 1)
+        payload = data[position : position + n_bytes]
+        if len(payload) < n_bytes:
+            raise ProgressError(f"progress of {len(data)} bytes ends inside a record")
+        position += n_bytes
+        yield _kind(tag >> 4), tag & 0xF, payload
+
+
+def _read_length(data: bytes, position: int) -> tuple[int, int]:
+    """A LEB128 number and the position after it."""
+    length = shift = 0
+    for i in range(position, min(position + LENGTH_BYTES_MAX, len(data))):
+        length |= (data[i] & 0x7F) << shift
+        shift += 7
+        if data[i] <= 0x7F:
+            return length, i + 1
+    raise ProgressError(f"progress of {len(data)} bytes has a length that does not end")
+
+
+def _kind(number: int) -> RecordKind:
+    try:
+        return RecordKind(number)
+    except ValueError as error:
+        raise ProgressError(f"progress has an unknown record kind {number}") from error
+
+
+def _apply(progress: ChoiceProgress, kind: RecordKind, payload: bytes) -> None:
+    """Add one record that is not the START to its choice."""
+    if kind is RecordKind.TOKENS:
+        progress.tokens.extend(_unpack_tokens(payload))
+    elif kind is RecordKind.TEXT:
+        progress.pieces.append(_unpack_text(payload))
+    else:
+        progress.finish = _decode(payload, Finish)
+
+
+def _unpack_tokens(payload: bytes) -> tuple[int, ...]:
+    n_tokens, rest = divmod(len(payload), TOKEN_BYTES)
+    if rest:
+        raise ProgressError(f"a TOKENS record of {len(payload)} bytes is not whole tokens")
+    return struct.unpack(f"<{n_tokens}I", payload)
+
+
+def _unpack_text(payload: bytes) -> str:
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as error:
+        raise ProgressError("a TEXT record is not UTF-8") from error
+
+
+def _decode(payload: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProgressError(f"a {kind.__name__} record cannot be read: {error}") from error

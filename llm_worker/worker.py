@@ -1,0 +1,287 @@
+"""The worker: how many lanes it takes, from which rings, and what becomes of them.
+
+It pulls: every ring is offered all that is free, and the moment a place is taken or given back each hears the
+new number. A grant that crosses such a message is released. Parsing, templating and tokenising happen on the
+preparation thread; what takes too long there fails alone.
+
+Owns: the open jobs and the free places. Thread: event loop.
+Called by: its rings (`RingListener`), and whoever runs the process (`start`, `drain`, `close`).
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from llm_engine.errors import EngineBusy, EngineClosed
+from llm_ingress.api.errors import deadline_passed
+from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
+from llm_worker.background import BackgroundThread
+from llm_worker.engine import TextEngine
+from llm_worker.errors import WorkerConfigError
+from llm_worker.job import Job, JobState
+from llm_worker.preparation import PreparedJob, prepare
+from llm_worker.ring import Ring
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """A worker's options. Durations in seconds."""
+
+    name: str = "local"
+    heartbeat_interval_s: float = 1.0
+    preparation_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise WorkerConfigError("name is empty, must be a word")
+        for field in ("heartbeat_interval_s", "preparation_timeout_s"):
+            value = getattr(self, field)
+            if not value > 0:
+                raise WorkerConfigError(f"{field} is {value}, must be more than 0")
+
+
+@dataclass(slots=True, eq=False)
+class _RingView:
+    """One ring as the worker sees it. `offered` is what its ingress believes it may still grant."""
+
+    ring: Ring
+    is_attached: bool = False
+    is_draining: bool = False
+    offered: int = 0
+
+
+class Worker:
+    """Serves the lanes of its rings with one engine."""
+
+    def __init__(self, engine: TextEngine, config: WorkerConfig, rings: Iterable[Ring]) -> None:
+        self._engine = engine
+        self._config = config
+        self._rings = {ring: _RingView(ring) for ring in rings}
+        self._jobs: dict[tuple[Ring, LaneRef], Job] = {}
+        self._preparing: dict[Job, Future[PreparedJob]] = {}
+        self._stuck: set[Future[Any]] = set()
+        self._thread = BackgroundThread("llm-worker-preparation")
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+        self._engine_refused = False
+        self._heartbeat_is_due = False
+
+    # -- its life --
+
+    def start(self) -> None:
+        """Present the worker to its rings and begin to pull."""
+        hello = Hello(
+            worker=self._config.name,
+            instance_id=uuid.uuid4().hex,
+            model=model_card(self._engine, created=int(time.time())),
+            max_inflight=self._engine.info.max_inflight,
+        )
+        for ring in self._rings:
+            ring.attach(hello, self)
+        self._beat()
+
+    async def drain(self) -> None:
+        """Take nothing new; return when what is held has ended."""
+        logger.info("worker %s drains: %d lanes open", self._config.name, len(self._jobs))
+        self._is_draining = True
+        self._offer()
+        for view in self._attached():
+            view.ring.draining()
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Leave the rings with whatever is still open. Idempotent."""
+        self._is_draining = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for view in self._attached():
+            view.is_attached = False
+            view.ring.detach()
+        for job in tuple(self._jobs.values()):
+            job.cancel()
+        self._thread.close()
+
+    # -- from the rings --
+
+    def on_attached(self, ring: Ring) -> None:
+        logger.info("worker %s is attached to %s", self._config.name, ring)
+        self._rings[ring] = _RingView(ring, is_attached=True)
+        self._offer()
+
+    def on_detached(self, ring: Ring) -> None:
+        logger.warning("worker %s has lost %s", self._config.name, ring)
+        self._rings[ring].is_attached = False
+        for job in tuple(self._jobs.values()):
+            if job.ring is ring:
+                job.cancel()
+
+    def on_drain(self, ring: Ring) -> None:
+        logger.info("%s drains; worker %s takes no more of its lanes", ring, self._config.name)
+        self._rings[ring].is_draining = True
+        self._offer()
+
+    def on_grant(self, ring: Ring, grant: Grant) -> None:
+        view = self._rings[ring]
+        view.offered = max(0, view.offered - 1)
+        if self.n_free < 1:
+            ring.release(grant.ref)
+            return
+        job = Job(ring, grant, self._forget)
+        self._jobs[ring, grant.ref] = job
+        self._idle.clear()
+        preparation = self._thread.submit(partial(prepare, grant, self._engine, int(time.time())))
+        self._preparing[job] = preparation
+        preparation.add_done_callback(partial(self._come_back, job))
+        self._offer()
+
+    def on_cancel(self, ring: Ring, ref: LaneRef) -> None:
+        job = self._jobs.get((ring, ref))
+        if job is not None:
+            job.cancel()
+
+    def on_pause(self, ring: Ring, ref: LaneRef) -> None:
+        job = self._jobs.get((ring, ref))
+        if job is not None:
+            job.pause()
+
+    def on_resume(self, ring: Ring, ref: LaneRef) -> None:
+        job = self._jobs.get((ring, ref))
+        if job is not None:
+            job.resume()
+
+    # -- from the preparation thread --
+
+    def _come_back(self, job: Job, preparation: Future[PreparedJob]) -> None:
+        """Bring a finished preparation to the event loop. Thread: any."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._prepared, job, preparation)
+
+    def _prepared(self, job: Job, preparation: Future[PreparedJob]) -> None:
+        self._preparing.pop(job, None)
+        self._stuck.discard(preparation)
+        if job.state is JobState.PREPARING:
+            try:
+                self._begin(job, preparation)
+            except Exception:
+                job.crash()
+        self._offer()
+
+    def _begin(self, job: Job, preparation: Future[PreparedJob]) -> None:
+        error = preparation.exception()
+        if error is not None:
+            job.reject(error)
+            return
+        try:
+            job.begin(self._engine, preparation.result())
+        except (EngineBusy, EngineClosed) as refusal:
+            logger.warning("lane %d goes back: %s", job.ref.lane_id, refusal)
+            # Until the next beat: offering again at once would only bring the same lane again.
+            self._engine_refused = True
+            job.release()
+
+    def _fail_what_is_stuck(self) -> None:
+        limit_s = self._config.preparation_timeout_s
+        stuck = self._thread.abandon_if_stuck(limit_s)
+        if stuck is None:
+            return
+        # Its thread still takes of the machine, so its place stays taken until it ends.
+        self._stuck.add(stuck)
+        for job, preparation in tuple(self._preparing.items()):
+            if preparation is stuck:
+                logger.warning("lane %d was not prepared in %g s", job.ref.lane_id, limit_s)
+                job.refuse(deadline_passed(f"The request could not be prepared within {limit_s:g} seconds."))
+
+    # -- places, credit, heartbeat --
+
+    @property
+    def n_free(self) -> int:
+        """Lanes this worker would take now.
+
+        A cancelled generation leaves the engine within a step; its place is free at once all the same, since
+        whoever gets it needs longer than that to be prepared.
+        """
+        if self._is_draining or self._engine_refused:
+            return 0
+        capacity = self._engine.capacity()
+        n_leaving = max(0, capacity.inflight - (len(self._jobs) - len(self._preparing)))
+        return max(
+            0,
+            min(
+                capacity.max_inflight - len(self._jobs) - len(self._stuck),
+                capacity.available_slots + n_leaving - len(self._preparing),
+            ),
+        )
+
+    def _offer(self) -> None:
+        """Tell each ring what is free, where that is not what it believes, and soon the heartbeat."""
+        n_free = self.n_free
+        for view in self._attached():
+            offer = 0 if view.is_draining else n_free
+            if offer != view.offered:
+                view.offered = offer
+                view.ring.credit(offer)
+        if not self._heartbeat_is_due:
+            self._heartbeat_is_due = True
+            self._loop.call_soon(self._send_heartbeat)
+
+    def _beat(self) -> None:
+        """What happens every interval: the offer, the heartbeat, and an end to what is stuck."""
+        self._engine_refused = False
+        self._fail_what_is_stuck()
+        self._offer()
+        self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
+
+    def _send_heartbeat(self) -> None:
+        self._heartbeat_is_due = False
+        capacity = self._engine.capacity()
+        heartbeat = Heartbeat(
+            inflight=capacity.inflight + len(self._preparing),
+            decoding=capacity.decoding,
+            max_inflight=capacity.max_inflight,
+            available_slots=self.n_free,
+            step_ms=capacity.step_ms,
+            step_age_s=capacity.step_age_s,
+            kv_promised_tokens=capacity.kv_promised_tokens,
+            tokens_per_second=capacity.tokens_per_second,
+        )
+        for view in self._attached():
+            view.ring.heartbeat(heartbeat)
+
+    def _attached(self) -> list[_RingView]:
+        return [view for view in self._rings.values() if view.is_attached]
+
+    def _forget(self, job: Job) -> None:
+        """A job has closed."""
+        del self._jobs[job.ring, job.ref]
+        preparation = self._preparing.pop(job, None)
+        if preparation is not None:
+            preparation.cancel()
+        if not self._jobs:
+            self._idle.set()
+        self._offer()
+
+
+def model_card(engine: TextEngine, *, created: int) -> ModelCard:
+    """What the ingress may know of an engine's model. Units: `created` in unix seconds."""
+    info = engine.info
+    return ModelCard(
+        name=info.name,
+        aliases=info.aliases,
+        file=PurePath(info.file).name,
+        n_params=info.n_params,
+        n_ctx=info.n_ctx,
+        fingerprint=info.fingerprint,
+        created=created,
+    )
