@@ -7,6 +7,7 @@ Called by: `loop.py`.
 from typing import Protocol, Self
 
 from llm_engine import llama
+from llm_engine.config import EngineConfig
 from llm_engine.errors import BackendError, ModelError
 from llm_engine.model import Model
 from llm_engine.scheduler import Plan
@@ -84,3 +85,18 @@ class LlamaBackend:
         self._batch.append(0, 0, [0], wants_logits=True)
         self._decode()
         self.drop(0)
+
+
+def context_params(config: EngineConfig, n_ctx: int) -> llama.ContextParams:
+    """The context of an engine whose slots hold `n_ctx` tokens each."""
+    padded = -(-n_ctx // llama.CTX_PADDING) * llama.CTX_PADDING
+    return llama.ContextParams(
+        n_ctx=padded * config.n_slots,
+        n_seq_max=config.n_slots,
+        n_batch=config.batch_size,
+        n_ubatch=config.n_ubatch,
+        n_threads=config.n_threads,
+        flash_attn=llama.FlashAttn[config.flash_attn.upper()],
+        type_k=llama.CacheType[config.cache_type_k.upper()],
+        type_v=llama.CacheType[config.cache_type_v.upper()],
+    )

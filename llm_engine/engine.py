@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from llm_engine import gguf, llama
-from llm_engine.backend import Backend, LlamaBackend
+from llm_engine import gguf
+from llm_engine.backend import Backend, LlamaBackend, context_params
 from llm_engine.budget import Budget
 from llm_engine.config import EngineConfig
 from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, TemplateRefused
@@ -94,7 +94,7 @@ class Engine:
         check_header(file.path)
         model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
         n_ctx = min(config.ctx_size, model.n_ctx_train)
-        backend = LlamaBackend.create(model, _context_params(config, n_ctx))
+        backend = LlamaBackend.create(model, context_params(config, n_ctx))
         return cls(model, backend, config, _describe(model, file, config, n_ctx))
 
     def prepare(self, request: GenerateRequest) -> Prepared:
@@ -225,20 +225,6 @@ def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:
             prompt=prepared.prompt,
         ),
         text=TextAssembler(request.stop),
-    )
-
-
-def _context_params(config: EngineConfig, n_ctx: int) -> llama.ContextParams:
-    padded = -(-n_ctx // llama.CTX_PADDING) * llama.CTX_PADDING
-    return llama.ContextParams(
-        n_ctx=padded * config.n_slots,
-        n_seq_max=config.n_slots,
-        n_batch=config.batch_size,
-        n_ubatch=config.n_ubatch,
-        n_threads=config.n_threads,
-        flash_attn=llama.FlashAttn[config.flash_attn.upper()],
-        type_k=llama.CacheType[config.cache_type_k.upper()],
-        type_v=llama.CacheType[config.cache_type_v.upper()],
     )
 
 

@@ -144,9 +144,13 @@ class Loop:
 
     def _end_all(self) -> list[Addressed]:
         """Answer everyone who still waits, in the queue of commands too."""
+        events: list[Addressed] = []
         while not self.commands.empty():
-            self._apply(self.commands.get_nowait())
-        return self._scheduler.fail(self._scheduler.all_sequences(), EngineClosed("the engine was closed"))
+            events += self._apply(self.commands.get_nowait())
+        closed = EngineClosed("the engine was closed")
+        events += self._scheduler.fail(self._scheduler.all_sequences(), closed)
+        self._drop_freed()
+        return events
 
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
         old = self.stats

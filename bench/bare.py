@@ -1,0 +1,92 @@
+"""The least a program can do with llama.cpp: prefill each prompt, then decode all sequences together.
+
+Nothing but `llama_decode` and an argmax over the rows of logits: no text, no stop strings, no events. This
+is what the engine and the server are measured against.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from llm_engine import gguf, llama
+from llm_engine.backend import context_params
+from llm_engine.config import EngineConfig
+from llm_engine.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class BareRun:
+    """What one run took. Units: tokens, seconds."""
+
+    n_tokens: int
+    prefill_s: float
+    decode_s: float
+    n_decoded: int  # tokens that came from the decode phase
+
+    @property
+    def decode_rate(self) -> float:
+        return self.n_decoded / self.decode_s
+
+    @property
+    def total_rate(self) -> float:
+        return self.n_tokens / (self.prefill_s + self.decode_s)
+
+
+class BareLoop:
+    """A model and a context of its own, with an engine's settings."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._model = Model.load(gguf.resolve(config.model, url=config.model_url).path)
+        self._params = context_params(config, config.ctx_size)
+        context = llama.init_context(self._model.pointer, self._params)
+        assert context, "no context for the bare loop"
+        self._context = context
+        self._batch = llama.Batch(self._params.n_batch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        llama.free_context(self._context)
+        self._model.close()
+
+    def run(self, prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
+        """Generate up to `n_out` tokens for each prompt, all together; one that ends leaves the batch."""
+        started = time.perf_counter()
+        last = {seq_id: self._prefill(seq_id, prompt) for seq_id, prompt in enumerate(prompts)}
+        prefilled = time.perf_counter()
+        n_tokens = len(last)
+        positions = [len(prompt) for prompt in prompts]
+        for _ in range(n_out - 1):
+            last = {s: t for s, t in last.items() if not self._model.is_end_of_generation(t)}
+            if not last:
+                break
+            last = self._step(last, positions)
+            n_tokens += len(last)
+        ended = time.perf_counter()
+        for seq_id in range(len(prompts)):
+            llama.drop_cells(self._context, seq_id, self._params.n_seq_max)
+        return BareRun(n_tokens, prefilled - started, ended - prefilled, n_tokens - len(prompts))
+
+    def _prefill(self, seq_id: int, prompt: Sequence[int]) -> int:
+        for start in range(0, len(prompt), self._params.n_batch):
+            part = prompt[start : start + self._params.n_batch]
+            self._batch.clear()
+            self._batch.append(seq_id, start, part, wants_logits=start + len(part) == len(prompt))
+            self._decode()
+        return int(llama.logits(self._context, 1, self._model.n_vocab).argmax())
+
+    def _step(self, last: dict[int, int], positions: list[int]) -> dict[int, int]:
+        self._batch.clear()
+        for seq_id, token in last.items():
+            self._batch.append(seq_id, positions[seq_id], [token], wants_logits=True)
+            positions[seq_id] += 1
+        self._decode()
+        rows = llama.logits(self._context, len(last), self._model.n_vocab)
+        return dict(zip(last, rows.argmax(axis=1).tolist(), strict=True))
+
+    def _decode(self) -> None:
+        code = llama.decode(self._context, self._batch)
+        assert code == 0, f"llama_decode returned {code}"
+        llama.synchronize(self._context)

@@ -1,0 +1,97 @@
+"""`python -m bench engine`: the engine's decode loop against a bare loop of llama.cpp's C calls.
+
+Both generate greedily from the same prompts on contexts with the same settings, in alternating runs of one
+process. The figure is tokens per second of the decode phase, in which every sequence is running: from the
+last first token to the first last token.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+
+from bench.bare import BareLoop
+from bench.prompts import distinct
+from bench.report import print_table, spread, write_json
+from llm_engine.config import EngineConfig
+from llm_engine.engine import Engine
+from llm_engine.generation import Delta, GenerateRequest, Prepared
+from llm_engine.sampling import SamplingParams
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    results = []
+    for n in args.batch:
+        results.append(_compare(args, n))
+        print(".", end="", flush=True)
+    print()
+    rows = [(r["batch"], spread(r["bare"]), spread(r["engine"]), spread(r["ratio"], 3)) for r in results]
+    print_table(("batch", "bare loop tok/s", "engine tok/s", "engine / bare"), rows)
+    write_json(args.json, "engine", vars(args), results)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench engine", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("--model", default="smollm2", help="as for llm-engine (default: %(default)s)")
+    parser.add_argument("--batch", type=_numbers, default=[1, 8, 32], help="sequences, e.g. 1,8,32")
+    parser.add_argument(
+        "--tokens", type=int, default=96, help="tokens for each sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="alternating runs of each (default: %(default)s)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the raw figures here")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _compare(args: argparse.Namespace, n: int) -> dict[str, object]:
+    config = EngineConfig(model=args.model, max_inflight=n, ctx_size=512)
+    with Engine.spawn(config) as engine, BareLoop(config) as bare:
+        prompts = [_prepare(engine, text, args.tokens) for text in distinct(n)]
+        pairs = [
+            (_bare_rate(bare, prompts, args.tokens), _engine_rate(engine, prompts))
+            for _ in range(args.rounds)
+        ]
+    bares, engines = [p[0] for p in pairs], [p[1] for p in pairs]
+    ratios = [engine_rate / bare_rate for bare_rate, engine_rate in pairs]
+    return {
+        "batch": n,
+        "bare": bares,
+        "engine": engines,
+        "ratio": ratios,
+        "median": statistics.median(ratios),
+    }
+
+
+def _prepare(engine: Engine, text: str, n_tokens: int) -> Prepared:
+    greedy = SamplingParams(temperature=0)
+    return engine.prepare(GenerateRequest.user(text, max_tokens=n_tokens, sampling=greedy))
+
+
+def _bare_rate(bare: BareLoop, prompts: list[Prepared], n_tokens: int) -> float:
+    return bare.run([p.prompt for p in prompts], n_tokens).decode_rate
+
+
+def _engine_rate(engine: Engine, prompts: list[Prepared]) -> float:
+    """Tokens per second while every sequence runs."""
+    times = asyncio.run(_token_times(engine, prompts))
+    begin = max(each[0] for each in times)
+    end = min(each[-1] for each in times)
+    n_tokens = sum(1 for each in times for at in each if begin < at <= end)
+    return n_tokens / (end - begin)
+
+
+async def _token_times(engine: Engine, prompts: list[Prepared]) -> list[list[float]]:
+    async def read(prepared: Prepared) -> list[float]:
+        return [time.perf_counter() async for event in engine.submit(prepared) if isinstance(event, Delta)]
+
+    return await asyncio.gather(*(read(prepared) for prepared in prompts))

@@ -1,0 +1,264 @@
+"""Threads meet: submitting, reading, cancelling, draining, over the fake backend."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from llm_engine.config import EngineConfig
+from llm_engine.engine import Engine, EngineInfo
+from llm_engine.errors import (
+    BackendError,
+    ConfigError,
+    EngineBusy,
+    EngineClosed,
+    PromptTooLong,
+    TemplateRefused,
+)
+from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
+from llm_engine.sampling import SamplingParams
+from tests.engine.fake_backend import ByteVocabulary, FakeBackend, Reply, echo, forever
+
+
+class PlainTemplate:
+    """A template of one line: the last message's text."""
+
+    def render(self, messages: Any, think: bool) -> tuple[str, ...]:
+        if messages[-1]["content"] == "refuse":
+            raise TemplateRefused("not this")
+        return (messages[-1]["content"] + ("!" if think else "") + "\n",)
+
+
+class FakeModel(ByteVocabulary):
+    template: PlainTemplate | None = PlainTemplate()
+    closed = False
+
+    def tokenize(self, segments: tuple[str, ...]) -> list[int]:
+        return list("".join(segments).encode())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def running(reply: Reply = echo, *, n_ctx: int = 256, **options: Any) -> Iterator[tuple[Engine, FakeBackend]]:
+    config = EngineConfig(**{"max_inflight": 4, "max_waiting": 4, **options})
+    backend = FakeBackend(reply, n_batch=config.batch_size, n_slots=config.n_slots)
+    info = EngineInfo(
+        name="fake",
+        aliases=(),
+        file="fake.gguf",
+        n_params=1,
+        n_ctx=n_ctx,
+        n_ctx_train=n_ctx,
+        max_inflight=config.n_slots,
+        fingerprint="f",
+    )
+    model: Any = FakeModel()
+    with Engine(model, backend, config, info) as engine:
+        yield engine, backend
+    assert backend.closed
+    assert model.closed
+    assert engine.capacity().inflight == 0
+    assert not backend.cells
+
+
+def ask(text: str, **options: Any) -> GenerateRequest:
+    return GenerateRequest.user(text, sampling=SamplingParams(temperature=0), **options)
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta))
+
+
+def test_a_generation_is_a_plain_iterator() -> None:
+    with running() as (engine, _):
+        events = list(engine.submit(ask("hello")))
+    assert text_of(events) == "hello"
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is StopReason.STOP
+    assert (events[-1].n_prompt, events[-1].n_completion) == (6, 6)
+
+
+async def test_a_generation_is_an_async_iterator_and_many_run_at_once() -> None:
+    async def read(engine: Engine, text: str) -> str:
+        return text_of([event async for event in engine.submit(ask(text))])
+
+    with running() as (engine, backend):
+        words = [f"word {i}" * i for i in range(1, 9)]
+        assert await asyncio.gather(*(read(engine, word) for word in words)) == words
+        assert max(len(plan) for plan in backend.plans) == 4
+
+
+async def test_a_listener_hears_every_event_on_its_own_loop() -> None:
+    heard: list[Event] = []
+    threads: set[int] = set()
+    over = asyncio.Event()
+
+    def listen(event: Event) -> None:
+        heard.append(event)
+        threads.add(threading.get_ident())
+        if not isinstance(event, Delta):
+            over.set()
+
+    with running() as (engine, _):
+        handle = engine.submit(ask("hello"), listen)
+        await over.wait()
+        handle.close()
+    assert text_of(heard) == "hello"
+    assert threads == {threading.get_ident()}
+
+
+async def test_a_listener_that_raises_keeps_nobody_from_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_event: Event) -> None:
+        raise ValueError
+
+    with running() as (engine, _):
+        handle = engine.submit(ask("bad"), broken)
+        assert text_of([event async for event in engine.submit(ask("good"))]) == "good"
+        handle.close()
+    assert "a listener failed" in caplog.text
+
+
+def test_cancel_ends_an_endless_generation() -> None:
+    with running(forever) as (engine, _):
+        generation = engine.submit(ask("go"))
+        next(generation)
+        generation.cancel()
+        *_, last = generation
+        assert isinstance(last, Finished)
+        assert last.reason is StopReason.CANCELLED
+
+
+def test_dropping_a_generation_cancels_it() -> None:
+    with running(forever) as (engine, _):
+        next(engine.submit(ask("go")))
+        gc.collect()
+        assert engine.drain(timeout_s=10)
+
+
+async def test_after_cancel_a_listener_hears_nothing_more() -> None:
+    heard: list[Event] = []
+    first = asyncio.Event()
+
+    def listen(event: Event) -> None:
+        heard.append(event)
+        first.set()
+
+    with running(forever) as (engine, _):
+        handle = engine.submit(ask("go"), listen)
+        await first.wait()
+        handle.cancel()
+        n_heard = len(heard)
+        assert await asyncio.to_thread(engine.drain, 10)
+        await asyncio.sleep(0)
+        assert len(heard) == n_heard
+
+
+def test_a_paused_generation_holds_its_slot_and_goes_on_after_resume() -> None:
+    with running(forever, n_ctx=10_000, max_tokens=5000) as (engine, backend):
+        held = engine.submit(ask("held"))
+        next(held)
+        held.pause()
+        list(engine.submit(ask("other", max_tokens=50)))
+        n_held = sum(1 for plan in backend.plans for seq_id, _ in plan if seq_id == 0)
+        list(engine.submit(ask("other", max_tokens=50)))
+        assert sum(1 for plan in backend.plans for seq_id, _ in plan if seq_id == 0) == n_held
+        assert engine.capacity().inflight == 1
+        held.resume()
+        *_, last = held
+        assert isinstance(last, Finished)
+        assert last.n_completion == 5000
+
+
+def test_a_failed_step_fails_its_sequences_and_the_next_request_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running() as (engine, backend):
+        backend.fail_next = True
+        (failed,) = list(engine.submit(ask("hello")))
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, BackendError)
+        assert text_of(list(engine.submit(ask("hello")))) == "hello"
+
+
+def test_the_waiting_list_is_bounded_and_counts_as_inflight() -> None:
+    with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
+        held = [engine.submit(ask("go")) for _ in range(8)]
+        capacity = engine.capacity()
+        assert (capacity.inflight, capacity.available_slots, capacity.max_inflight) == (8, 0, 4)
+        with pytest.raises(EngineBusy):
+            engine.submit(ask("one more"))
+        for generation in held:
+            generation.close()
+        assert engine.drain(timeout_s=10)
+
+
+def test_max_tokens_is_clamped_to_the_room_left() -> None:
+    with running(forever, n_ctx=32) as (engine, _):
+        prepared = engine.prepare(ask("0123456789", max_tokens=1000))
+        assert prepared.max_tokens == 32 - 11
+        *_, last = engine.submit(prepared)
+        assert isinstance(last, Finished)
+        assert (last.reason, last.n_completion) == (StopReason.LENGTH, 21)
+        with pytest.raises(PromptTooLong) as refused:
+            engine.prepare(ask("x" * 31))
+        assert (refused.value.n_prompt, refused.value.n_ctx) == (32, 32)
+
+
+def test_a_template_refusal_and_a_model_without_template_are_the_callers_errors() -> None:
+    with running() as (engine, _):
+        with pytest.raises(TemplateRefused, match="not this"):
+            engine.submit(ask("refuse"))
+        engine._model.template = None  # type: ignore[misc]
+        with pytest.raises(TemplateRefused, match="no chat template"):
+            engine.submit(ask("hello"))
+
+
+def test_think_reaches_the_template() -> None:
+    with running() as (engine, _):
+        assert text_of(list(engine.submit(ask("hello", think=True)))) == "hello!"
+
+
+def test_a_continuation_delivers_only_what_follows() -> None:
+    with running() as (engine, _):
+        events = list(engine.submit(ask("hello", resumed=tuple(b"he"))))
+        assert text_of(events) == "llo"
+        assert isinstance(events[-1], Finished)
+        assert events[-1].n_completion == 6
+
+
+def test_drain_takes_nothing_new_and_waits_for_what_runs() -> None:
+    with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
+        generation = engine.submit(ask("go"))
+        assert not engine.drain(timeout_s=0.01)
+        with pytest.raises(EngineClosed):
+            engine.submit(ask("late"))
+        generation.cancel()
+        assert engine.drain(timeout_s=10)
+
+
+def test_close_answers_everyone_it_holds() -> None:
+    with running(forever, n_ctx=100_000, max_tokens=90_000, max_inflight=1) as (engine, _):
+        held = [engine.submit(ask("go")) for _ in range(3)]
+        engine.close()
+        for generation in held:
+            *_, last = generation
+            assert isinstance(last, Failed)
+            assert isinstance(last.error, EngineClosed)
+        with pytest.raises(EngineClosed):
+            engine.submit(ask("late"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_inflight", 0), ("max_inflight", 257), ("ctx_size", 0), ("batch_size", 2), ("flash_attn", "maybe")],
+)
+def test_an_option_out_of_range_names_field_and_value(field: str, value: object) -> None:
+    options: dict[str, Any] = {field: value}
+    with pytest.raises(ConfigError, match=f"{field} .*{value}"):
+        EngineConfig(**options)

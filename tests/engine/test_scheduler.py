@@ -1,0 +1,168 @@
+"""The scheduler's laws, driven synchronously."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_engine.errors import BackendError
+from llm_engine.generation import Delta, Failed, Finished, StopReason
+from llm_engine.sampling import Sampler, SamplingParams
+from llm_engine.scheduler import Addressed, Plan, Scheduler
+from llm_engine.sequence import Sequence
+from llm_engine.text import TextAssembler
+from tests.engine.fake_backend import END, ByteVocabulary
+
+
+def sequence(
+    key: str, *, n_prompt: int = 3, resumed: bytes = b"", max_tokens: int = 8, stop: tuple[str, ...] = ()
+) -> Sequence:
+    return Sequence(
+        key=key,
+        tokens=[*range(n_prompt), *resumed],
+        n_prompt=n_prompt,
+        max_tokens=max_tokens,
+        sampler=Sampler(SamplingParams(temperature=0), seed=0, choice=0, prompt=range(n_prompt)),
+        text=TextAssembler(stop),
+    )
+
+
+def scheduler(*sequences: Sequence, n_slots: int = 4) -> Scheduler:
+    made = Scheduler(n_slots, ByteVocabulary())
+    for each in sequences:
+        made.enqueue(each)
+    made.admit(now=1.0)
+    return made
+
+
+def turn(made: Scheduler, token: int, *, n_prompt_tokens: int = 100, now: float = 2.0) -> list[Addressed]:
+    """One step in which every sampling sequence draws `token`."""
+    plan = made.plan(n_prompt_tokens)
+    return made.commit(plan, [token] * len(plan.sampled), now)
+
+
+def shape(plan: Plan) -> list[tuple[object, int]]:
+    return [(part.sequence.key, part.n_tokens) for part in plan.slices]
+
+
+def test_plan_serves_every_running_sequence_before_any_prefill() -> None:
+    made = scheduler(sequence("a"), sequence("b"))
+    turn(made, ord("x"))
+    made.enqueue(sequence("long", n_prompt=50))
+    made.admit(now=3.0)
+    assert shape(made.plan(10)) == [("a", 1), ("b", 1), ("long", 10)]
+    assert shape(made.plan(0)) == [("a", 1), ("b", 1)]
+
+
+def test_a_short_prompt_behind_a_long_one_gets_a_part_of_every_step() -> None:
+    made = scheduler(sequence("long", n_prompt=1000), sequence("short", n_prompt=30))
+    assert shape(made.plan(40)) == [("long", 30), ("short", 10)]
+
+
+def test_prompts_of_equal_length_are_served_oldest_first() -> None:
+    made = scheduler(sequence("first", n_prompt=20), sequence("second", n_prompt=20))
+    turn(made, ord("x"), n_prompt_tokens=16)
+    assert shape(made.plan(16))[0] == ("first", 4)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 50))
+def test_prompt_slices_use_the_whole_allowance_and_no_more(lengths: list[int], allowance: int) -> None:
+    made = scheduler(*(sequence(str(i), n_prompt=n) for i, n in enumerate(lengths)), n_slots=6)
+    plan = made.plan(allowance)
+    assert plan.n_prompt_tokens == min(allowance, sum(lengths))
+    assert all(part.n_tokens <= part.sequence.n_pending for part in plan.slices)
+
+
+def test_sequences_beyond_the_slots_wait_and_join_when_one_leaves() -> None:
+    made = scheduler(sequence("a", max_tokens=1), sequence("b"), sequence("c"), n_slots=2)
+    assert {key for key, _ in shape(made.plan(100))} == {"a", "b"}
+    turn(made, ord("x"))
+    made.admit(now=3.0)
+    assert {key for key, _ in shape(made.plan(100))} == {"b", "c"}
+
+
+def test_max_tokens_ends_with_length_in_the_same_step() -> None:
+    made = scheduler(sequence("a", max_tokens=1))
+    delta, finished = turn(made, ord("x"))
+    assert delta == ("a", Delta("x", (ord("x"),)))
+    assert isinstance(finished[1], Finished)
+    assert finished[1].reason is StopReason.LENGTH
+    assert (finished[1].n_prompt, finished[1].n_completion) == (3, 1)
+
+
+def test_end_of_generation_on_the_first_token_is_a_stop_without_text() -> None:
+    made = scheduler(sequence("a"))
+    delta, (_, finished) = turn(made, END)
+    assert delta == ("a", Delta("", (END,)))
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.n_completion) == (StopReason.STOP, 1)
+
+
+def test_half_a_character_at_the_limit_is_left_out() -> None:
+    made = scheduler(sequence("a", max_tokens=1))
+    delta, _ = turn(made, "é".encode()[0])
+    assert delta == ("a", Delta("", ("é".encode()[0],)))
+
+
+def test_held_back_text_leaves_when_the_end_is_not_its_stop_string() -> None:
+    made = scheduler(sequence("a", stop=("xy",), max_tokens=2))
+    assert turn(made, ord("x")) == [("a", Delta("", (ord("x"),)))]
+    delta, _ = turn(made, ord("z"))
+    assert delta == ("a", Delta("xz", (ord("z"),)))
+
+
+def test_freed_slots_are_named_once_and_reused() -> None:
+    made = scheduler(sequence("a", max_tokens=1), n_slots=1)
+    turn(made, ord("x"))
+    assert made.take_freed() == [0]
+    assert made.take_freed() == []
+    made.enqueue(sequence("b"))
+    made.admit(now=3.0)
+    assert made.plan(10).slices[0].sequence.seq_id == 0
+
+
+def test_cancel_works_while_waiting_in_prefill_and_in_decode_and_never_twice() -> None:
+    made = scheduler(sequence("decode"), sequence("prefill", n_prompt=50), sequence("waiting"), n_slots=2)
+    turn(made, ord("x"), n_prompt_tokens=10)
+    for key in ("decode", "prefill", "waiting"):
+        ((_, finished),) = made.cancel(key, now=3.0)
+        assert isinstance(finished, Finished)
+        assert finished.reason is StopReason.CANCELLED
+        assert made.cancel(key, now=3.0) == []
+    assert not made.all_sequences()
+    assert sorted(made.take_freed()) == [0, 1]
+    assert made.kv_promised_tokens == 0
+
+
+def test_a_paused_sequence_is_left_out_and_keeps_its_slot() -> None:
+    made = scheduler(sequence("a"), sequence("b"))
+    turn(made, ord("x"))
+    made.set_paused("a", True)
+    assert shape(made.plan(10)) == [("b", 1)]
+    assert made.n_decoding == 1
+    made.set_paused("a", False)
+    assert shape(made.plan(10)) == [("a", 1), ("b", 1)]
+
+
+def test_one_failed_draw_fails_that_sequence_only() -> None:
+    made = scheduler(sequence("a"), sequence("b"))
+    error = BackendError("no")
+    events = made.commit(made.plan(100), [error, ord("x")], now=2.0)
+    assert events == [("a", Failed(error)), ("b", Delta("x", (ord("x"),)))]
+
+
+def test_a_continuation_computes_its_progress_and_sends_only_what_follows() -> None:
+    made = scheduler(sequence("a", resumed=b"he", max_tokens=4, stop=("lo",)))
+    assert shape(made.plan(100)) == [("a", 5)]
+    assert turn(made, ord("l")) == [("a", Delta("", (ord("l"),)))]
+    delta, (_, finished) = turn(made, ord("l"))
+    assert delta == ("a", Delta("ll", (ord("l"),)))
+    assert isinstance(finished, Finished)
+    assert (finished.n_prompt, finished.n_completion) == (3, 4)
+
+
+def test_a_continuation_that_was_complete_ends_at_once() -> None:
+    made = Scheduler(1, ByteVocabulary())
+    made.enqueue(sequence("a", resumed=b"hello", max_tokens=5))
+    ((_, finished),) = made.admit(now=1.0)
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.n_completion) == (StopReason.LENGTH, 5)
+    assert not made.all_sequences()
