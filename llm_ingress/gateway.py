@@ -242,7 +242,7 @@ class Gateway:
     @property
     def is_idle(self) -> bool:
         """Whether no lane is open."""
-        return len(self._pool) == 0
+        return self._pool.n_open == 0
 
     def models(self) -> tuple[ModelCard, ...]:
         """Return the models live workers serve, one card a name."""
@@ -268,7 +268,7 @@ class Gateway:
             finished=lanes[LaneState.DONE],
             cancelled=lanes[LaneState.CANCELLED],
             failed=lanes[LaneState.FAILED] + lanes[LaneState.EXPIRED],
-            open=len(self._pool),
+            open=self._pool.n_open,
             dropped_frames=self._n_dropped_frames,
             ring_streams=self.config.ring_streams,
             draining=self._is_draining,

@@ -211,8 +211,9 @@ class LanePool:
         self._n_accepted = 0
         self._n_ended: Counter[LaneState] = Counter()
 
-    def __len__(self) -> int:
-        """Return the number of places taken."""
+    @property
+    def n_open(self) -> int:
+        """Places taken."""
         return len(self._open)
 
     @property

@@ -1,0 +1,175 @@
+"""Dispatch: whose turn it is, and which worker gets it."""
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_ingress.dispatch import Dispatch, choose_worker
+from llm_ingress.lanes import Lane, LaneRequest
+from llm_ingress.leases import WorkerView
+from llm_ingress.wire import Hello, ModelCard
+from tests.ingress.scripted import card
+from tests.ingress.test_leases import NoLink
+
+_ids = count(1)
+
+
+def waiting(tenant: str = "t", model: str = "m") -> Lane:
+    request = LaneRequest(path="/p", body=b"{}", model=model, request_id="r", tenant=tenant)
+    return Lane(id=next(_ids), request=request, model=model, on_change=lambda: None, opened_at=0.0)
+
+
+def with_progress(fingerprint: str) -> Lane:
+    lane = waiting()
+    lane.append(b"", b"tokens")
+    lane.fingerprint = fingerprint
+    return lane
+
+
+def worker(credit: int = 100, model: ModelCard | None = None, n_granted: int = 0) -> WorkerView:
+    hello = Hello(worker="w", instance_id="i", model=model or card(), max_inflight=4)
+    view = WorkerView(id=next(_ids), hello=hello, link=NoLink(), heard_at=0.0)
+    view.credit, view.n_granted = credit, n_granted
+    return view
+
+
+def dispatch(*cards: ModelCard) -> Dispatch:
+    made = Dispatch()
+    for each in cards or (card(),):
+        made.learn(each)
+    return made
+
+
+def drain(made: Dispatch, taker: WorkerView) -> list[Lane]:
+    taken = []
+    while (lane := made.pop_for(taker)) is not None:
+        taken.append(lane)
+    return taken
+
+
+def test_within_a_tenant_first_come_is_first_served() -> None:
+    made = dispatch()
+    lanes = [waiting() for _ in range(5)]
+    for lane in lanes:
+        made.park(lane)
+    assert drain(made, worker()) == lanes
+
+
+def test_tenants_take_turns_however_much_one_of_them_offers() -> None:
+    made = dispatch()
+    heavy = [waiting("heavy") for _ in range(10)]
+    light = [waiting("light") for _ in range(2)]
+    for lane in heavy + light:
+        made.park(lane)
+    assert drain(made, worker()) == [heavy[0], light[0], heavy[1], light[1], *heavy[2:]]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40))
+def test_a_lane_waits_at_most_one_turn_of_each_other_tenant_per_lane_ahead_of_it(tenants: list[str]) -> None:
+    made = dispatch()
+    lanes = [waiting(tenant) for tenant in tenants]
+    for lane in lanes:
+        made.park(lane)
+    served = drain(made, worker())
+    assert sorted(lane.id for lane in served) == [lane.id for lane in lanes]
+    for position, lane in enumerate(served):
+        own = [other for other in served[:position] if other.request.tenant == lane.request.tenant]
+        assert own == [o for o in lanes if o.request.tenant == lane.request.tenant and o.id < lane.id]
+        for tenant in set(tenants) - {lane.request.tenant}:
+            ahead = sum(other.request.tenant == tenant for other in served[:position])
+            assert ahead <= len(own) + 1
+
+
+def test_returned_lanes_go_before_all_fresh_ones_oldest_first() -> None:
+    made = dispatch()
+    older, newer = waiting(), waiting()
+    fresh = waiting("another")
+    made.park(fresh)
+    made.put_back(newer)
+    made.put_back(older)
+    assert drain(made, worker()) == [older, newer, fresh]
+
+
+def test_a_withdrawn_lane_is_never_granted_and_the_order_of_the_others_stays() -> None:
+    made = dispatch()
+    lanes = [waiting("a"), waiting("a"), waiting("b"), waiting("a")]
+    back = waiting()
+    for lane in lanes:
+        made.park(lane)
+    made.put_back(back)
+    made.withdraw(lanes[0])
+    made.withdraw(lanes[2])
+    made.withdraw(back)
+    assert drain(made, worker()) == [lanes[1], lanes[3]]
+    assert not made.has_waiting("m")
+
+
+def test_a_lane_with_progress_goes_only_to_an_equal_fingerprint_and_blocks_nobody_else() -> None:
+    made = dispatch()
+    bound, fresh = with_progress("f2"), waiting()
+    made.put_back(bound)
+    made.park(fresh)
+    assert drain(made, worker(model=card(fingerprint="f1"))) == [fresh]
+    assert drain(made, worker(model=card(fingerprint="f2"))) == [bound]
+
+
+def test_a_declined_lane_is_not_offered_again_before_the_next_credit() -> None:
+    made = dispatch()
+    lane = waiting()
+    made.put_back(lane)
+    decliner = worker()
+    decliner.declined.add(lane.id)
+    assert made.pop_for(decliner) is None
+    decliner.offer(1, seen=0)
+    assert made.pop_for(decliner) is lane
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("credit", 0), ("is_draining", True), ("is_live", False)])
+def test_a_worker_without_credit_or_draining_or_silent_gets_nothing(attribute: str, value: int) -> None:
+    made = dispatch()
+    lane = waiting()
+    made.park(lane)
+    taker = worker()
+    setattr(taker, attribute, value)
+    assert made.pop_for(taker) is None
+    assert choose_worker(lane, [taker]) is None
+
+
+def test_lanes_wait_per_model() -> None:
+    made = dispatch(card("m1"), card("m2"))
+    first, second = waiting(model="m1"), waiting(model="m2")
+    made.park(first)
+    made.park(second)
+    assert drain(made, worker(model=card("m2"))) == [second]
+    assert made.has_waiting("m1")
+    assert not made.has_waiting("m2")
+
+
+def test_the_worker_with_most_room_is_chosen_and_of_equals_the_least_used() -> None:
+    lane = waiting()
+    roomy, tight = worker(credit=3), worker(credit=1)
+    assert choose_worker(lane, [tight, roomy]) is roomy
+    used, unused = worker(credit=2, n_granted=5), worker(credit=2, n_granted=4)
+    assert choose_worker(lane, [used, unused]) is unused
+
+
+def test_equal_workers_get_equal_shares() -> None:
+    workers = [worker(credit=4), worker(credit=4)]
+    for _ in range(100):
+        chosen = choose_worker(waiting(), workers)
+        assert chosen is not None
+        chosen.n_granted += 1  # the answer is quick: its credit is back at once
+    assert [each.n_granted for each in workers] == [50, 50]
+
+
+def test_a_model_is_known_by_its_name_and_aliases_for_ever() -> None:
+    made = dispatch(card("m1", aliases=("chat",)))
+    assert (made.name_of("m1"), made.name_of("chat"), made.name_of("m2")) == ("m1", "m1", None)
+
+
+def test_a_shared_alias_follows_the_newest_model_but_a_name_is_never_anothers_alias() -> None:
+    made = dispatch(card("old", aliases=("chat",)), card("new", aliases=("chat", "old")))
+    assert made.name_of("chat") == "new"
+    assert made.name_of("old") == "old"
