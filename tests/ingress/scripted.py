@@ -1,8 +1,18 @@
-"""A clock, clients and workers that a test drives by hand, around a real gateway."""
+"""A worker that does what a test tells it, and a real server around a gateway for it.
 
-from dataclasses import dataclass, field
+Used by the tests of the HTTP surface: everything but the model is real, hypercorn and sockets included.
+"""
 
-from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.public import Public, PublicConfig
+from llm_ingress.serving import Drain, ServingConfig, listen, serve
 from llm_ingress.wire import (
     End,
     Fail,
@@ -15,169 +25,189 @@ from llm_ingress.wire import (
     ModelCard,
 )
 
-OK = Head(status=200, headers=(("content-type", "text/event-stream"),))
-REFUSED = Head(status=400, headers=(("content-type", "application/json"),))
-END = End(finish_reason=FinishReason.STOP)
+CHAT = "/v1/chat/completions"
+STREAM_HEAD = Head(
+    status=200,
+    headers=(
+        ("content-type", "text/event-stream"),
+        ("cache-control", "no-cache"),
+        ("x-accel-buffering", "no"),
+    ),
+)
+JSON_HEAD = Head(status=200, headers=(("content-type", "application/json"),))
+CARD = ModelCard(
+    name="m", aliases=("alias",), file="m.gguf", n_params=1000, n_ctx=4096, fingerprint="f", created=1
+)
 
 
-class FakeClock:
-    """Time as the test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+def chat(content: str = "hi", **fields: Any) -> dict[str, Any]:
+    """The body of a request."""
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
 
 
-def card(name: str = "m", fingerprint: str = "f", aliases: tuple[str, ...] = ()) -> ModelCard:
-    """A model card in which only names and fingerprint matter."""
-    return ModelCard(
-        name=name,
-        aliases=aliases,
-        file=f"{name}.gguf",
-        n_params=1,
-        n_ctx=4096,
-        fingerprint=fingerprint,
-        created=0,
-    )
+def event(text: str) -> bytes:
+    """One chunk of a stream."""
+    chunk = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}],
+    }
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-class Client:
-    """A client: reads what it is told to read, and remembers it."""
-
-    def __init__(self, ring: "ScriptedRing", model: str, tenant: str, body: bytes) -> None:
-        self.n_changes = 0
-        self.received = b""
-        self._gateway = ring.gateway
-        request = LaneRequest(
-            path="/v1/chat/completions", body=body, model=model, request_id="req", tenant=tenant
-        )
-        self.lane: Lane = ring.gateway.open_lane(request, self._on_change)
-
-    def _on_change(self) -> None:
-        self.n_changes += 1
-
-    def read(self) -> bytes:
-        data = self._gateway.take(self.lane)
-        self.received += data
-        return data
-
-    def leave(self) -> None:
-        self._gateway.leave(self.lane)
-
-
-@dataclass(eq=False)
 class ScriptedWorker:
-    """A worker: records what the gateway tells it, says what the test makes it say."""
+    """A worker with places and no model. It hears what the gateway tells it, and answers when told to."""
 
-    gateway: Gateway
-    hello: Hello
-    grants: list[Grant] = field(default_factory=list)
-    cancelled: list[LaneRef] = field(default_factory=list)
-    paused: list[LaneRef] = field(default_factory=list)
-    resumed: list[LaneRef] = field(default_factory=list)
-    held: dict[LaneRef, Grant] = field(default_factory=dict)
-    id: int = field(init=False)
+    def __init__(self, gateway: Gateway, *, n_places: int = 4, card: ModelCard = CARD) -> None:
+        self._gateway = gateway
+        self._grants: asyncio.Queue[Grant] = asyncio.Queue()
+        self._cancels: asyncio.Queue[LaneRef] = asyncio.Queue()
+        self.paused: list[LaneRef] = []
+        self.resumed: list[LaneRef] = []
+        self.pause_heard = asyncio.Event()
+        self._n_granted = 0
+        hello = Hello(worker="w", instance_id="i", model=card, max_inflight=n_places)
+        self.id = gateway.attach(hello, self)
+        self.offer(n_places)
+        self.beat(inflight=0, max_inflight=n_places)
 
-    def __post_init__(self) -> None:
-        self.id = self.gateway.attach(self.hello, self)
-
-    # As the gateway sees it.
+    # What the gateway says.
 
     def grant(self, grant: Grant) -> None:
-        self.grants.append(grant)
-        self.held[grant.ref] = grant
+        self._n_granted += 1
+        self._grants.put_nowait(grant)
 
     def cancel(self, ref: LaneRef) -> None:
-        self.cancelled.append(ref)
-        del self.held[ref]
+        self._cancels.put_nowait(ref)
 
     def pause(self, ref: LaneRef) -> None:
-        assert ref in self.held
         self.paused.append(ref)
+        self.pause_heard.set()
 
     def resume(self, ref: LaneRef) -> None:
-        assert ref in self.held
         self.resumed.append(ref)
 
     def drain(self) -> None:
-        raise AssertionError("the gateway drains no worker of its own accord")
+        pass
 
-    # As the test drives it.
+    # What a test makes it do.
 
-    @property
-    def last(self) -> LaneRef:
-        """The newest lane it was granted."""
-        return self.grants[-1].ref
+    async def granted(self) -> Grant:
+        """The next lane it is given."""
+        async with asyncio.timeout(5):
+            return await self._grants.get()
+
+    async def cancelled(self) -> LaneRef:
+        """The next lane it is told to stop."""
+        async with asyncio.timeout(5):
+            return await self._cancels.get()
 
     def offer(self, n: int) -> None:
-        self.gateway.credit(self.id, n, len(self.grants))
+        self._gateway.credit(self.id, n, self._n_granted)
 
-    def head(self, head: Head = OK, ref: LaneRef | None = None) -> None:
-        self.gateway.head(self.id, ref or self.last, head)
-
-    def say(self, data: bytes, progress: bytes = b"", ref: LaneRef | None = None) -> None:
-        self.gateway.body(self.id, ref or self.last, data, progress)
-
-    def end(self, end: End = END, ref: LaneRef | None = None) -> None:
-        self.held.pop(ref or self.last, None)
-        self.gateway.end(self.id, ref or self.last, end)
-
-    def fail(self, message: str = "broken", *, retryable: bool, ref: LaneRef | None = None) -> None:
-        self.held.pop(ref or self.last, None)
-        self.gateway.fail(self.id, ref or self.last, Fail(message=message, retryable=retryable))
-
-    def release(self, ref: LaneRef | None = None) -> None:
-        self.held.pop(ref or self.last, None)
-        self.gateway.release(self.id, ref or self.last)
-
-    def beat(self) -> None:
-        heartbeat = Heartbeat(
-            inflight=len(self.held),
-            decoding=len(self.held),
-            max_inflight=self.hello.max_inflight,
-            available_slots=self.hello.max_inflight - len(self.held),
-            step_ms=1.0,
-            step_age_s=0.0,
-            kv_promised_tokens=0,
-            tokens_per_second=0.0,
+    def beat(self, *, inflight: int, max_inflight: int) -> None:
+        self._gateway.heartbeat(
+            self.id,
+            Heartbeat(
+                inflight=inflight,
+                decoding=inflight,
+                max_inflight=max_inflight,
+                available_slots=max_inflight - inflight,
+                step_ms=1.0,
+                step_age_s=0.0,
+                kv_promised_tokens=0,
+                tokens_per_second=10.0,
+            ),
         )
-        self.gateway.heartbeat(self.id, heartbeat)
 
-    def drain_itself(self) -> None:
-        self.gateway.draining(self.id)
+    def begin(self, grant: Grant, head: Head = STREAM_HEAD) -> None:
+        self._gateway.head(self.id, grant.ref, head)
 
-    def die(self) -> None:
-        self.held.clear()
-        self.gateway.detach(self.id, "the connection was lost")
+    def say(self, grant: Grant, data: bytes) -> None:
+        self._gateway.body(self.id, grant.ref, data, b"")
+
+    def end(self, grant: Grant, reason: FinishReason = FinishReason.STOP) -> None:
+        self._gateway.end(
+            self.id, grant.ref, End(finish_reason=reason, n_prompt=3, n_cached=1, n_completion=2)
+        )
+
+    def fail(self, grant: Grant, *, retryable: bool = False) -> None:
+        self._gateway.fail(self.id, grant.ref, Fail(message="/secret/path broke", retryable=retryable))
+
+    def answer(self, grant: Grant, *texts: str) -> None:
+        """A whole stream."""
+        self.begin(grant)
+        for text in texts:
+            self.say(grant, event(text))
+        self.say(grant, b"data: [DONE]\n\n")
+        self.end(grant)
+
+    async def answer_all(self) -> None:
+        """Answer whatever comes, each with the role's chunk and one word."""
+        while True:
+            grant = await self._grants.get()
+            self.offer(1)
+            self.answer(grant, "hello")
 
 
-class ScriptedRing:
-    """A gateway at a time of the test's choosing, with the clients and workers the test adds."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Server:
+    """A server under test, on a loopback port."""
 
-    def __init__(self, config: GatewayConfig | None = None, *, chance: float = 0.5) -> None:
-        self.clock = FakeClock()
-        self.gateway = Gateway(config or GatewayConfig(), clock=self.clock, chance=lambda: chance)
+    gateway: Gateway
+    public: Public
+    drain: Drain
+    task: asyncio.Task[None]
+    host: str
+    port: int
+    scheme: str
 
-    def worker(
-        self, n: int = 0, *, name: str = "w", model: ModelCard | None = None, max_inflight: int = 4
-    ) -> ScriptedWorker:
-        """Attach a worker that offers `n` lanes."""
-        hello = Hello(worker=name, instance_id="i", model=model or card(), max_inflight=max_inflight)
-        worker = ScriptedWorker(self.gateway, hello)
-        if n:
-            worker.offer(n)
-        return worker
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}"
 
-    def client(self, model: str = "m", *, tenant: str = "t", body: bytes = b"{}") -> Client:
-        return Client(self, model, tenant, body)
+    async def counts(self) -> tuple[int, int, int, int]:
+        """Accepted, finished, cancelled, failed, once nothing is open any more."""
+        async with asyncio.timeout(5):
+            while not (self.gateway.is_idle and self.public.is_idle):
+                await asyncio.sleep(0)  # noqa: ASYNC110 - there is no event for it
+        snapshot = self.gateway.snapshot()
+        assert snapshot.accepted == snapshot.finished + snapshot.cancelled + snapshot.failed
+        return snapshot.accepted, snapshot.finished, snapshot.cancelled, snapshot.failed
 
-    def wait(self, seconds: float, *awake: ScriptedWorker) -> None:
-        """Let time pass as a healthy shell does: each half second the `awake` workers' heartbeats, and a tick."""
-        end = self.clock.now + seconds
-        while self.clock.now < end:
-            self.clock.now = min(end, self.clock.now + 0.5)
-            for worker in awake:
-                worker.beat()
-            self.gateway.tick()
+
+@asynccontextmanager
+async def serving(
+    gateway: Gateway | None = None,
+    *,
+    public: PublicConfig | None = None,
+    config: ServingConfig | None = None,
+) -> AsyncIterator[Server]:
+    """Run a server until the block ends; whatever is open then is cut short."""
+    gateway = gateway or Gateway(GatewayConfig())
+    config = config or ServingConfig(port=0, drain_timeout_s=0)
+    app = Public(gateway, public)
+    listener = listen(config)
+    host, port = listener.getsockname()[:2]
+    drain = Drain()
+    task = asyncio.create_task(serve(app, gateway, listener, config, drain))
+    scheme = "http" if config.tls_cert is None else "https"
+    try:
+        yield Server(gateway=gateway, public=app, drain=drain, task=task, host=host, port=port, scheme=scheme)
+    finally:
+        drain.ask()
+        drain.ask()
+        await task
+
+
+async def raw_post(
+    server: Server, body: bytes, headers: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a chat request over a bare socket."""
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return reader, writer

@@ -1,0 +1,251 @@
+"""One request on a token path, from its body to the last byte of its answer.
+
+Called by: `public.py`, one task a request. A second task of each waits for the client to leave.
+
+The status is decided once: nothing is sent before the worker's head and its first bytes (or the end) are
+there, so whatever fails until then is a real status. After it, a failure is the dialect's error event.
+"""
+
+import asyncio
+import logging
+import time
+
+from llm_ingress.api import errors as api
+from llm_ingress.api.errors import ApiError
+from llm_ingress.asgi import Call, ClientLeft
+from llm_ingress.bodies import Bodies
+from llm_ingress.dialects import Dialect
+from llm_ingress.errors import RefusalReason, Refused, UnknownModel
+from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
+from llm_ingress.wire import Head
+
+logger = logging.getLogger(__name__)
+
+# After its lane has ended, a client has this long to take what is left of the answer.
+FLUSH_TIMEOUT_S = 30.0
+
+_REFUSALS = {
+    OutcomeReason.QUEUE_TIMEOUT: RefusalReason.QUEUE_TIMEOUT,
+    OutcomeReason.NO_WORKERS: RefusalReason.NO_WORKERS,
+    OutcomeReason.DRAIN_ENDED: RefusalReason.DRAINING,
+}
+
+
+class Exchange:
+    """One request and the lane it takes. Thread: event loop."""
+
+    def __init__(self, gateway: Gateway, dialect: Dialect, call: Call) -> None:
+        self._gateway = gateway
+        self._dialect = dialect
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._began_at = time.monotonic()
+        self._first_at: float | None = None
+        self._lane: Lane | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._is_ending = False
+        self._is_aborted = False
+
+    async def run(self, bodies: Bodies) -> None:
+        """Read, admit, answer."""
+        try:
+            self._check_content_type()
+            body = await bodies.read(self._call)
+        except ClientLeft:
+            return
+        except ApiError as error:
+            self._log_refusal(error)
+            await self._call.refuse_unread(error)
+            return
+        try:
+            lane = self._open_lane(body)
+        except ApiError as error:
+            self._log_refusal(error)
+            await self._call.refuse(error)
+            return
+        del body  # the lane keeps it
+        await self._serve(lane)
+
+    def _check_content_type(self) -> None:
+        content_type = self._call.header(b"content-type")
+        if content_type is not None:
+            media_type = content_type.partition(";")[0].strip().lower()
+            if media_type != "application/json" and not media_type.endswith("+json"):
+                raise api.wrong_content_type(content_type)
+
+    def _open_lane(self, body: bytes) -> Lane:
+        """Take a place in the ring. Raises: ApiError."""
+        call = self._call
+        request = LaneRequest(
+            path=call.path,
+            body=body,
+            model=self._dialect.model_of(body),
+            request_id=call.request_id,
+            tenant=call.client_host,
+        )
+        try:
+            return self._gateway.open_lane(request, self._on_change)
+        except UnknownModel as error:
+            raise api.model_not_found(error.model) from error
+        except Refused as error:
+            raise api.overloaded(error.reason, error.retry_after_s, f"{error.message}.") from error
+
+    async def _serve(self, lane: Lane) -> None:
+        """Answer from the lane until its end, the client's, or a stall; whichever it is, the lane is left."""
+        self._lane = lane
+        self._task = asyncio.current_task()
+        watcher = asyncio.create_task(self._watch(lane))
+        try:
+            await self._answer(lane)
+        except asyncio.CancelledError:
+            if not self._is_aborted or self._task is None:
+                raise
+            self._task.uncancel()
+        finally:
+            watcher.cancel()
+            if self._flush_timer is not None:
+                self._flush_timer.cancel()
+            self._gateway.leave(lane)
+            self._log_end(lane)
+
+    async def _answer(self, lane: Lane) -> None:
+        while lane.outcome is None and not lane.unread:
+            await self._change()
+        head = lane.head
+        if lane.outcome is not None and (error := self._failure(lane.outcome)) is not None:
+            await self._refuse(lane, error)
+        elif head is not None and _is_stream(head):
+            await self._relay(lane, head)
+        else:
+            await self._collect(lane)
+
+    async def _relay(self, lane: Lane, head: Head) -> None:
+        """Pass a stream on, as it comes."""
+        self._first_at = time.monotonic()
+        await self._call.start(head.status, (*head.headers, _lane_header(lane)))
+        while True:
+            if lane.unread:
+                await self._call.write(self._gateway.take(lane))
+            elif lane.outcome is None:
+                await self._change()
+            else:
+                break
+        error = self._failure(lane.outcome)
+        self._is_ending = True
+        await self._call.finish(b"" if error is None else self._dialect.error_event(error))
+
+    async def _collect(self, lane: Lane) -> None:
+        """Send the answer in one piece, once it is complete."""
+        pieces = []
+        while lane.outcome is None or lane.unread:
+            if lane.unread:
+                self._first_at = self._first_at or time.monotonic()
+                pieces.append(self._gateway.take(lane))
+            else:
+                await self._change()
+        error = self._failure(lane.outcome)
+        if error is not None or lane.head is None:
+            await self._refuse(lane, error or api.internal())
+            return
+        length = ("content-length", str(sum(map(len, pieces))))
+        await self._call.start(lane.head.status, (*lane.head.headers, length, _lane_header(lane)))
+        await self._call.write(b"".join(pieces))
+        self._is_ending = True
+        await self._call.finish()
+
+    async def _refuse(self, lane: Lane, error: ApiError) -> None:
+        self._is_ending = True
+        await self._call.refuse(error, (_lane_header(lane),))
+
+    def _failure(self, outcome: Outcome) -> ApiError | None:
+        """Return the error a client meets at the end of its lane, None if the answer is complete."""
+        reason = outcome.reason
+        if reason in _REFUSALS:
+            refusal = _REFUSALS[reason]
+            return api.overloaded(refusal, self._gateway.retry_after_s(refusal), f"{outcome.message}.")
+        if reason is OutcomeReason.DEADLINE:
+            return api.deadline_passed(f"The request was {outcome.message}.")
+        if reason in (OutcomeReason.WORKER_LOST, OutcomeReason.ATTEMPTS_SPENT):
+            return api.worker_unavailable("The worker that answered was lost, and no other could go on.")
+        if reason is OutcomeReason.WORKER_FAILED:
+            return api.internal()
+        return None
+
+    # What wakes the answer, and what ends it early.
+
+    async def _change(self) -> None:
+        """Wait until the lane has something new. Nothing is lost: no turn of the loop lies between."""
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _on_change(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        lane = self._lane
+        if lane is not None and lane.outcome is not None:
+            self._on_end(lane.outcome)
+
+    def _on_end(self, outcome: Outcome) -> None:
+        if outcome.reason is OutcomeReason.STALLED:
+            self._abort()
+        else:
+            self._flush_timer = self._loop.call_later(FLUSH_TIMEOUT_S, self._abort)
+
+    async def _watch(self, lane: Lane) -> None:
+        """Wait for the client to leave, and stop its work at once, whatever the answer waits for."""
+        while (await self._call.receive())["type"] != "http.disconnect":
+            pass
+        self._gateway.leave(lane)
+        # Past its last byte hypercorn reports every connection as left, and is still tidying it up.
+        if not self._is_ending:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Stop answering; the connection, or its HTTP/2 stream, is then broken off."""
+        self._is_aborted = True
+        if self._task is not None:
+            self._task.cancel()
+
+    # One line a request.
+
+    def _log_refusal(self, error: ApiError) -> None:
+        logger.info(
+            "request %s refused: status=%d code=%s param=%s",
+            self._call.request_id,
+            error.status,
+            error.code,
+            error.param,
+        )
+
+    def _log_end(self, lane: Lane) -> None:
+        now = time.monotonic()
+        outcome = lane.outcome
+        end = outcome.end if outcome is not None else None
+        logger.info(
+            "request %s lane %d: model=%s n_prompt=%d n_cached=%d n_out=%d"
+            " ttft_ms=%.0f total_ms=%.0f outcome=%s",
+            self._call.request_id,
+            lane.id,
+            lane.model,
+            end.n_prompt if end else 0,
+            end.n_cached if end else 0,
+            end.n_completion if end else 0,
+            ((self._first_at or now) - self._began_at) * 1000,
+            (now - self._began_at) * 1000,
+            outcome.reason if outcome else "fault",
+        )
+
+
+def _is_stream(head: Head) -> bool:
+    return any(
+        name == "content-type" and value.startswith("text/event-stream") for name, value in head.headers
+    )
+
+
+def _lane_header(lane: Lane) -> tuple[str, str]:
+    return ("x-lane-id", str(lane.id))

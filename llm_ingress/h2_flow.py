@@ -1,0 +1,110 @@
+"""Mends what hypercorn 0.18 does with clients that do not read. The only module that reaches into it.
+
+1. On HTTP/2, `send()` never waited for a client whose window is shut: now it waits while a stream holds more
+   than `STREAM_BUFFER_BYTES`, and a stream or connection that ends lets go of whoever waits.
+2. An HTTP/2 answer broken off was left open for ever: now its stream is reset.
+3. HTTP/2 data that arrives for a stream already answered broke the whole connection: now it is dropped.
+4. Closing a connection waited without end for its unread bytes: now for `CLOSE_TIMEOUT_S`.
+
+Called by: `serving.py`, once, before it serves.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+import h2.errors
+import h2.events
+import hypercorn.asyncio.run
+import hypercorn.protocol
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.events import Closed, Event
+from hypercorn.protocol.events import Body, StreamClosed
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.h2 import H2Protocol
+
+STREAM_BUFFER_BYTES = 64 * 1024
+CLOSE_TIMEOUT_S = 5.0
+
+
+def install() -> None:
+    """Put the mended classes where hypercorn looks for its own."""
+    vars(hypercorn.protocol)["H2Protocol"] = FlowControlledH2
+    vars(hypercorn.asyncio.run)["TCPServer"] = BoundedClose
+
+
+class BoundedClose(TCPServer):
+    """A connection whose closing ends."""
+
+    async def _close(self) -> None:
+        transport = self.writer.transport
+        timer = self.loop.call_later(CLOSE_TIMEOUT_S, transport.abort)
+        try:
+            await super()._close()
+        finally:
+            timer.cancel()
+
+
+class FlowControlledH2(H2Protocol):
+    """An HTTP/2 connection that holds a bounded number of bytes for each stream.
+
+    A sender waits in `_waiters` under its stream's id; there is one sender to a stream.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, StreamClosed):
+            await self._reset_unfinished(event.stream_id)
+        await super().stream_send(event)
+        if isinstance(event, Body):
+            await self._room(event.stream_id)
+
+    async def handle(self, event: Event) -> None:
+        await super().handle(event)
+        if isinstance(event, Closed):
+            for stream_id, buffer in list(self.stream_buffers.items()):
+                await buffer.close()
+                self._release(stream_id)
+
+    async def _room(self, stream_id: int) -> None:
+        while not self._has_room(stream_id):
+            self._waiters[stream_id] = waiter = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            finally:
+                self._waiters.pop(stream_id, None)
+
+    def _has_room(self, stream_id: int) -> bool:
+        buffer = self.stream_buffers.get(stream_id)
+        return buffer is None or len(buffer.buffer) <= STREAM_BUFFER_BYTES
+
+    def _release(self, stream_id: int) -> None:
+        waiter = self._waiters.get(stream_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _send_data(self, stream_id: int) -> None:
+        await super()._send_data(stream_id)
+        if self._has_room(stream_id):
+            self._release(stream_id)
+
+    async def _reset_unfinished(self, stream_id: int) -> None:
+        """Tell the client that the answer it has is not all of it."""
+        buffer = self.stream_buffers.get(stream_id)
+        if buffer is not None and not buffer._complete:
+            await buffer.close()
+            self.connection.reset_stream(stream_id, h2.errors.ErrorCodes.INTERNAL_ERROR)
+            await self._flush()
+
+    async def _handle_events(self, events: list[h2.events.Event]) -> None:
+        await super()._handle_events(self._timely(events))  # type: ignore[arg-type]
+
+    def _timely(self, events: list[h2.events.Event]) -> Iterator[h2.events.Event]:
+        """Yield the events, one when the last has been handled, without data nobody reads any more."""
+        for event in events:
+            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+                self.connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            else:
+                yield event

@@ -1,0 +1,211 @@
+"""Serving the public surface: one hypercorn in this process, from a bound socket to the end of the drain.
+
+Lanes are in memory, so there is one process. Called by: the command lines that serve; they own the signals
+and tell `Drain` about them.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypercorn.asyncio
+from hypercorn.config import Config as HypercornConfig
+
+from llm_ingress import h2_flow
+from llm_ingress.errors import ConfigError
+from llm_ingress.gateway import Gateway
+from llm_ingress.public import Public
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+BACKLOG = 4096  # hundreds of clients may connect at once; the kernel holds them until they are accepted
+# Accepted sockets inherit it. The kernel would otherwise take megabytes for a client that reads nothing, and
+# the lane behind it would never be paused.
+SEND_BUFFER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 75  # well beyond the few seconds after which clients drop a pooled connection
+H2_STREAMS_PER_CONNECTION = 512  # hypercorn's priority tree ends at 1000
+UNLIMITED = 10**9
+FLUSH_S = 2.0  # for the last events of streams that the drain cut short
+SHUTDOWN_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """Where to listen, and how long a drain may take. Port 0 is any free port."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}, must be 0 to 65535")
+        if self.drain_timeout_s < 0:
+            raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}, must not be negative")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key go together: give both or neither")
+        if self.tls_cert is not None and self.tls_key is not None:
+            _check_tls_files(self.tls_cert, self.tls_key)
+
+
+class Drain:
+    """What was asked of a server that should end: finish what runs, or end at once."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.is_urgent = asyncio.Event()
+
+    def ask(self) -> None:
+        """Begin to drain; asked a second time, end at once."""
+        (self.is_urgent if self.begun.is_set() else self.begun).set()
+
+
+def listen(config: ServingConfig) -> socket.socket:
+    """Bind the public socket, before anything slow is begun.
+
+    Raises: ConfigError if the address cannot be had.
+    """
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+    return listener
+
+
+async def serve(
+    app: Public, gateway: Gateway, listener: socket.socket, config: ServingConfig, drain: Drain
+) -> None:
+    """Serve on a bound socket until the drain is over. Takes the socket over."""
+    h2_flow.install()
+    listener.listen(BACKLOG)
+    print(f"Serving on {_url(listener, config)}", flush=True)
+    stop = asyncio.Event()
+    settings = _hypercorn_settings(listener.detach(), config)
+    server = asyncio.create_task(hypercorn.asyncio.serve(app, settings, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
+    ticker = asyncio.create_task(_tick(gateway))
+    try:
+        await _first_of(server, drain.begun)
+        if not server.done():
+            await _drain(app, gateway, config.drain_timeout_s, drain)
+        stop.set()
+        await _end(server, drain)
+    finally:
+        ticker.cancel()
+        server.cancel()
+
+
+async def _drain(app: Public, gateway: Gateway, timeout_s: float, drain: Drain) -> None:
+    """Finish what runs, within `timeout_s`; end what is left with an error its client can read."""
+    logger.info("draining: %d lanes open, at most %g s", gateway.snapshot().open, timeout_s)
+    app.drain()
+    gateway.drain()
+    await _until_idle(app, timeout_s, drain)
+    if not app.is_idle:
+        logger.warning("drain ended with %d lanes open", gateway.snapshot().open)
+    gateway.fail_open_lanes("the server is shutting down")
+    await _until_idle(app, FLUSH_S, drain)
+
+
+async def _until_idle(app: Public, timeout_s: float, drain: Drain) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not (app.is_idle or drain.is_urgent.is_set()) and (left_s := deadline - loop.time()) > 0:
+        await _wait(drain.is_urgent, min(left_s, TICK_S))
+
+
+async def _end(server: asyncio.Task[None], drain: Drain) -> None:
+    """Let hypercorn close its connections, for a moment; from Python 3.12 on it would wait without end.
+
+    Raises: whatever ended hypercorn, if it ended by itself.
+    """
+    await _first_of(server, drain.is_urgent, SHUTDOWN_S)
+    for _ in range(2):  # the first cancel makes it close its connections, the second ends the wait for them
+        if not server.done():
+            server.cancel()
+            await asyncio.wait({server}, timeout=TICK_S)
+    if server.done() and not server.cancelled():
+        server.result()
+
+
+async def _first_of(server: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+    waiter = asyncio.create_task(event.wait())
+    await asyncio.wait({server, waiter}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+async def _tick(gateway: Gateway) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        try:
+            gateway.tick()
+        except Exception:
+            logger.exception("a tick of the gateway failed")
+
+
+def _hypercorn_settings(listener_fd: int, config: ServingConfig) -> HypercornConfig:
+    settings = HypercornConfig()
+    settings.bind = [f"fd://{listener_fd}"]
+    settings.backlog = BACKLOG
+    settings.errorlog = None  # the application logs its own faults
+    settings.include_server_header = False
+    settings.keep_alive_timeout = KEEP_ALIVE_S
+    # Reached on HTTP/2, it would cut the streams in flight.
+    settings.keep_alive_max_requests = UNLIMITED
+    settings.h2_max_concurrent_streams = H2_STREAMS_PER_CONNECTION
+    settings.graceful_timeout = 1.0  # everything worth waiting for has ended by then
+    if config.tls_cert is not None:
+        settings.certfile = str(config.tls_cert)
+        settings.keyfile = str(config.tls_key)
+    return settings
+
+
+def _url(listener: socket.socket, config: ServingConfig) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _check_tls_files(cert: Path, key: Path) -> None:
+    """Raises: ConfigError that names the file at fault."""
+    for path in (cert, key):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+    try:
+        ssl.create_default_context().load_verify_locations(cafile=cert)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{cert}: not a certificate in PEM form") from error
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{key}: not the key of the certificate {cert}") from error
+        raise ConfigError(f"{key}: not an unencrypted private key in PEM form") from error
+
+
+def _no_password() -> bytes:
+    """Without it OpenSSL would ask on the terminal."""
+    return b""
