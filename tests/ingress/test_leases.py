@@ -6,7 +6,7 @@ from llm_ingress.errors import ProtocolFault
 from llm_ingress.lanes import Lane, LaneRequest
 from llm_ingress.leases import Leases, WorkerView
 from llm_ingress.wire import Grant, Hello, LaneRef
-from tests.ingress.scripted import card
+from tests.ingress.scripted_ring import card
 
 REQUEST = LaneRequest(path="/p", body=b"{}", model="m", request_id="r", tenant="t")
 

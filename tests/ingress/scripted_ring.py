@@ -1,0 +1,183 @@
+"""A clock, clients and workers that a test drives by hand, around a real gateway."""
+
+from dataclasses import dataclass, field
+
+from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest
+from llm_ingress.wire import (
+    End,
+    Fail,
+    FinishReason,
+    Grant,
+    Head,
+    Heartbeat,
+    Hello,
+    LaneRef,
+    ModelCard,
+)
+
+OK = Head(status=200, headers=(("content-type", "text/event-stream"),))
+REFUSED = Head(status=400, headers=(("content-type", "application/json"),))
+END = End(finish_reason=FinishReason.STOP)
+
+
+class FakeClock:
+    """Time as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def card(name: str = "m", fingerprint: str = "f", aliases: tuple[str, ...] = ()) -> ModelCard:
+    """A model card in which only names and fingerprint matter."""
+    return ModelCard(
+        name=name,
+        aliases=aliases,
+        file=f"{name}.gguf",
+        n_params=1,
+        n_ctx=4096,
+        fingerprint=fingerprint,
+        created=0,
+    )
+
+
+class Client:
+    """A client: reads what it is told to read, and remembers it."""
+
+    def __init__(self, ring: "ScriptedRing", model: str, tenant: str, body: bytes) -> None:
+        self.n_changes = 0
+        self.received = b""
+        self._gateway = ring.gateway
+        request = LaneRequest(
+            path="/v1/chat/completions", body=body, model=model, request_id="req", tenant=tenant
+        )
+        self.lane: Lane = ring.gateway.open_lane(request, self._on_change)
+
+    def _on_change(self) -> None:
+        self.n_changes += 1
+
+    def read(self) -> bytes:
+        data = self._gateway.take(self.lane)
+        self.received += data
+        return data
+
+    def leave(self) -> None:
+        self._gateway.leave(self.lane)
+
+
+@dataclass(eq=False)
+class ScriptedWorker:
+    """A worker: records what the gateway tells it, says what the test makes it say."""
+
+    gateway: Gateway
+    hello: Hello
+    grants: list[Grant] = field(default_factory=list)
+    cancelled: list[LaneRef] = field(default_factory=list)
+    paused: list[LaneRef] = field(default_factory=list)
+    resumed: list[LaneRef] = field(default_factory=list)
+    held: dict[LaneRef, Grant] = field(default_factory=dict)
+    id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = self.gateway.attach(self.hello, self)
+
+    # As the gateway sees it.
+
+    def grant(self, grant: Grant) -> None:
+        self.grants.append(grant)
+        self.held[grant.ref] = grant
+
+    def cancel(self, ref: LaneRef) -> None:
+        self.cancelled.append(ref)
+        del self.held[ref]
+
+    def pause(self, ref: LaneRef) -> None:
+        assert ref in self.held
+        self.paused.append(ref)
+
+    def resume(self, ref: LaneRef) -> None:
+        assert ref in self.held
+        self.resumed.append(ref)
+
+    def drain(self) -> None:
+        raise AssertionError("the gateway drains no worker of its own accord")
+
+    # As the test drives it.
+
+    @property
+    def last(self) -> LaneRef:
+        """The newest lane it was granted."""
+        return self.grants[-1].ref
+
+    def offer(self, n: int) -> None:
+        self.gateway.credit(self.id, n, len(self.grants))
+
+    def head(self, head: Head = OK, ref: LaneRef | None = None) -> None:
+        self.gateway.head(self.id, ref or self.last, head)
+
+    def say(self, data: bytes, progress: bytes = b"", ref: LaneRef | None = None) -> None:
+        self.gateway.body(self.id, ref or self.last, data, progress)
+
+    def end(self, end: End = END, ref: LaneRef | None = None) -> None:
+        self.held.pop(ref or self.last, None)
+        self.gateway.end(self.id, ref or self.last, end)
+
+    def fail(self, message: str = "broken", *, retryable: bool, ref: LaneRef | None = None) -> None:
+        self.held.pop(ref or self.last, None)
+        self.gateway.fail(self.id, ref or self.last, Fail(message=message, retryable=retryable))
+
+    def release(self, ref: LaneRef | None = None) -> None:
+        self.held.pop(ref or self.last, None)
+        self.gateway.release(self.id, ref or self.last)
+
+    def beat(self) -> None:
+        heartbeat = Heartbeat(
+            inflight=len(self.held),
+            decoding=len(self.held),
+            max_inflight=self.hello.max_inflight,
+            available_slots=self.hello.max_inflight - len(self.held),
+            step_ms=1.0,
+            step_age_s=0.0,
+            kv_promised_tokens=0,
+            tokens_per_second=0.0,
+        )
+        self.gateway.heartbeat(self.id, heartbeat)
+
+    def drain_itself(self) -> None:
+        self.gateway.draining(self.id)
+
+    def die(self) -> None:
+        self.held.clear()
+        self.gateway.detach(self.id, "the connection was lost")
+
+
+class ScriptedRing:
+    """A gateway at a time of the test's choosing, with the clients and workers the test adds."""
+
+    def __init__(self, config: GatewayConfig | None = None, *, chance: float = 0.5) -> None:
+        self.clock = FakeClock()
+        self.gateway = Gateway(config or GatewayConfig(), clock=self.clock, chance=lambda: chance)
+
+    def worker(
+        self, n: int = 0, *, name: str = "w", model: ModelCard | None = None, max_inflight: int = 4
+    ) -> ScriptedWorker:
+        """Attach a worker that offers `n` lanes."""
+        hello = Hello(worker=name, instance_id="i", model=model or card(), max_inflight=max_inflight)
+        worker = ScriptedWorker(self.gateway, hello)
+        if n:
+            worker.offer(n)
+        return worker
+
+    def client(self, model: str = "m", *, tenant: str = "t", body: bytes = b"{}") -> Client:
+        return Client(self, model, tenant, body)
+
+    def wait(self, seconds: float, *awake: ScriptedWorker) -> None:
+        """Let time pass as in a healthy process: each half second `awake` workers beat, and a tick comes."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(end, self.clock.now + 0.5)
+            for worker in awake:
+                worker.beat()
+            self.gateway.tick()
