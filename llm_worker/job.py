@@ -10,7 +10,8 @@ Owns: the state of one claim. Touched by: `worker.py` and the engine's events, o
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import assert_never
 
@@ -82,6 +83,7 @@ class Job:
 
         Raises: EngineBusy, EngineClosed; the lane is then still to be released.
         """
+        assert self.state is JobState.PREPARING, f"lane {self.ref.lane_id} is {self.state}"
         if ready.earlier is not None and ready.earlier.finish is not None:
             self._end_answered(ready.start, ready.earlier, ready.earlier.finish)
             return
@@ -154,7 +156,8 @@ class Job:
         """Nobody wants the answer any more; nothing is said to the ring."""
         if self.state is not JobState.CLOSED:
             self._cancel_generation()
-            self._close()
+            with self._last_word():
+                pass
 
     def pause(self) -> None:
         """Hold it: its client reads too slowly."""
@@ -179,23 +182,21 @@ class Job:
 
     def release(self) -> None:
         """Give the lane back unserved."""
-        self.ring.release(self.ref)
-        self._close()
+        with self._last_word():
+            self.ring.release(self.ref)
 
     def fail(self, message: str, *, retryable: bool) -> None:
         """End in a failure. The client may read `message`."""
-        try:
+        with self._last_word():
             self.ring.fail(self.ref, Fail(message=message, retryable=retryable))
-        finally:
-            self._close()
 
     def refuse(self, error: ApiError) -> None:
         """Answer with an error status."""
         body = error.body()
-        self.ring.head(self.ref, json_head(error.status, body, error.headers))
-        self.ring.body(self.ref, body, b"")
-        self.ring.end(self.ref, End(finish_reason=FinishReason.REFUSED))
-        self._close()
+        with self._last_word():
+            self.ring.head(self.ref, json_head(error.status, body, error.headers))
+            self.ring.body(self.ref, body, b"")
+            self.ring.end(self.ref, End(finish_reason=FinishReason.REFUSED))
 
     def _end(
         self, reason: StopReason, usage: Usage, *, prefill_ms: float = 0.0, decode_ms: float = 0.0
@@ -208,18 +209,23 @@ class Job:
             prefill_ms=prefill_ms,
             decode_ms=decode_ms,
         )
-        self.ring.end(self.ref, end)
-        self._close()
+        with self._last_word():
+            self.ring.end(self.ref, end)
 
     def _cancel_generation(self) -> None:
         if self._generation is not None:
             self._generation.cancel()
 
-    def _close(self) -> None:
+    @contextmanager
+    def _last_word(self) -> Iterator[None]:
+        """Close around what is said last: nothing if it is illegal, and the place is given back anyway."""
         self._move(JobState.CLOSED)
         self._generation = None
         self._answer = None
-        self._on_closed(self)
+        try:
+            yield
+        finally:
+            self._on_closed(self)
 
     def _move(self, state: JobState) -> None:
         if state not in NEXT[self.state]:

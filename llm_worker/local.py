@@ -24,6 +24,9 @@ class LocalRing:
         self._worker_id = 0
         self._n_seen = 0
 
+    def __str__(self) -> str:
+        return "the ring of this process"
+
     # -- the worker's calls --
 
     def attach(self, hello: Hello, listener: RingListener) -> None:

@@ -39,7 +39,7 @@ def prepare(grant: Grant, engine: TextEngine, created: int) -> PreparedJob:
     chat = parse_chat(grant.body)
     if grant.progress:
         return _continuation(grant, chat, engine)
-    seed = secrets.randbits(SEED_BITS) if chat.seed is None else int(chat.seed)
+    seed = secrets.randbits(SEED_BITS) if chat.seed is None else chat.seed
     prepared = engine.prepare(generate_request(chat, seed=seed, max_tokens=chat.token_limit))
     start = Start(
         id=f"chatcmpl-{grant.request_id}",

@@ -48,7 +48,7 @@ def _sampling(chat: ChatRequest, seed: int) -> SamplingParams:
     return SamplingParams(
         temperature=_given(chat.temperature, DEFAULTS.temperature),
         top_p=_given(chat.top_p, DEFAULTS.top_p),
-        top_k=int(_given(chat.top_k, DEFAULTS.top_k)),
+        top_k=_given(chat.top_k, DEFAULTS.top_k),
         min_p=_given(chat.min_p, DEFAULTS.min_p),
         seed=seed,
         presence_penalty=_given(chat.presence_penalty, DEFAULTS.presence_penalty),
