@@ -7,13 +7,17 @@ Order within a model: lanes that come back from a worker first, oldest first; th
 come first served within a tenant. Taking the next fresh lane costs the same however many wait.
 """
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import attrgetter
 
 from llm_ingress.lanes import Lane
 from llm_ingress.leases import WorkerView
 from llm_ingress.wire import ModelCard
+
+by_admission = attrgetter("id")
 
 
 def suits(worker: WorkerView, lane: Lane) -> bool:
@@ -44,7 +48,7 @@ class ModelQueue:
     """The lanes that wait for one model."""
 
     def __init__(self) -> None:
-        self._returned: dict[int, Lane] = {}
+        self._returned: list[Lane] = []  # by admission
         self._tenants: OrderedDict[str, OrderedDict[int, Lane]] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -53,7 +57,7 @@ class ModelQueue:
 
     def __iter__(self) -> Iterator[Lane]:
         """Go over the waiting lanes, those that came back first."""
-        return chain(self._returned.values(), *(lanes.values() for lanes in self._tenants.values()))
+        return chain(self._returned, *(lanes.values() for lanes in self._tenants.values()))
 
     def park(self, lane: Lane) -> None:
         """Append a fresh lane to its tenant's; a tenant that had none goes behind the others."""
@@ -61,12 +65,13 @@ class ModelQueue:
 
     def put_back(self, lane: Lane) -> None:
         """Put a lane that comes back ahead of all fresh ones, in the order of admission among its like."""
-        self._returned[lane.id] = lane
-        self._returned = dict(sorted(self._returned.items()))
+        insort(self._returned, lane, key=by_admission)
 
     def withdraw(self, lane: Lane) -> None:
         """Take a lane out."""
-        if self._returned.pop(lane.id, None) is not None:
+        place = bisect_left(self._returned, lane.id, key=by_admission)
+        if place < len(self._returned) and self._returned[place] is lane:
+            del self._returned[place]
             return
         tenant = lane.request.tenant
         lanes = self._tenants[tenant]
@@ -76,10 +81,9 @@ class ModelQueue:
 
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the lane whose turn it is among those this worker can take."""
-        for lane in self._returned.values():
+        for place, lane in enumerate(self._returned):
             if can_take(worker, lane):
-                del self._returned[lane.id]
-                return lane
+                return self._returned.pop(place)
         return self._pop_fresh() if self._tenants else None
 
     def _pop_fresh(self) -> Lane:
@@ -119,9 +123,9 @@ class Dispatch:
         """Go over all waiting lanes."""
         return chain.from_iterable(self._queues.values())
 
-    def has_waiting(self, model: str) -> bool:
-        """Whether any lane waits for this model."""
-        return bool(self._queues[model])
+    def contended(self) -> set[str]:
+        """Return the models that lanes wait for."""
+        return {name for name, queue in self._queues.items() if queue}
 
     def park(self, lane: Lane) -> None:
         """Queue a fresh lane."""

@@ -221,9 +221,9 @@ class Gateway:
             for lane in worker.held.values():
                 worker.link.cancel(lane.ref)
             self._lose(worker, f"nothing heard from its worker for {self.config.heartbeat_timeout_s:g} s")
+        contended = self._dispatch.contended()
         for lane in tuple(self._pool.lanes()):  # 2
-            is_contended = self._dispatch.has_waiting(lane.model)
-            outcome = overdue(lane, now, self.config, is_contended=is_contended)
+            outcome = overdue(lane, now, self.config, is_contended=lane.model in contended)
             if outcome is not None:
                 self._end(lane, outcome)
                 lane.on_change()

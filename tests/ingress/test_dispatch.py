@@ -103,7 +103,7 @@ def test_a_withdrawn_lane_is_never_granted_and_the_order_of_the_others_stays() -
     made.withdraw(lanes[2])
     made.withdraw(back)
     assert drain(made, worker()) == [lanes[1], lanes[3]]
-    assert not made.has_waiting("m")
+    assert not made.contended()
 
 
 def test_a_lane_with_progress_goes_only_to_an_equal_fingerprint_and_blocks_nobody_else() -> None:
@@ -143,8 +143,7 @@ def test_lanes_wait_per_model() -> None:
     made.park(first)
     made.park(second)
     assert drain(made, worker(model=card("m2"))) == [second]
-    assert made.has_waiting("m1")
-    assert not made.has_waiting("m2")
+    assert made.contended() == {"m1"}
 
 
 def test_the_worker_with_most_room_is_chosen_and_of_equals_the_least_used() -> None:
