@@ -23,7 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llm_engine.errors import TemplateRefused
 from llm_engine.generation import Message
 
-# Marks where a control token's spelling was cut. A noncharacter: no text means anything by it.
+# Marks where a control token's spelling was cut. A noncharacter: no text means anything by it, and where one
+# is written all the same, it is one border more and in no segment.
 _CUT = "\ufdd0"
 # Loop turns and macro calls of one rendering: far above a long conversation's, a second of work at most.
 _MAX_TURNS = 200_000
@@ -128,7 +129,7 @@ class _Spellings:
     def _cut_in(self, value: Any) -> Any:
         match value:
             case str():
-                return self._cut(value.replace(_CUT, ""))
+                return self._cut(value)
             case Mapping():
                 return {self._cut_in(key): self._cut_in(item) for key, item in value.items()}
             case list() | tuple():

@@ -23,7 +23,7 @@ class TextAssembler:
     __slots__ = ("_bytes", "_node", "_stops", "_text", "stopped")
 
     def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stops = _StopStrings(stop) if any(stop) else None
+        self._stops = _StopStrings(stop) if stop else None
         self._bytes = b""  # the start of a character
         self._text = ""  # the start of a stop string
         self._node = 0  # where in the stop strings `_text` leads

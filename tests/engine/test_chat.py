@@ -58,7 +58,7 @@ THINKING = """
 {{- '<|im_start|>assistant\n' }}
 {%- if enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{% endif %}"""
 
-SPELLINGS = frozenset({"<|im_start|>", "<|im_end|>", "<|im", "[X]", "x", ""})
+SPELLINGS = frozenset({"<|im_start|>", "<|im_end|>", "<|im", "[X]", "[[", "x", ""})
 EVERY_CONTENT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -98,8 +98,12 @@ def test_consecutive_turns_of_one_role_are_merged_with_a_blank_line_between() ->
     )
 
 
+def test_an_empty_turn_adds_no_blank_line_to_the_one_it_is_merged_with() -> None:
+    assert rendered(EVERY_CONTENT, turns("user", "", "user", "Hi", "user", "")) == "Hi"
+
+
 def test_turns_with_tool_calls_and_their_results_stay_apart() -> None:
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
     messages = [calls, calls, *turns("tool", "r", "tool", "s")]
     assert rendered("{{ messages | map(attribute='role') | join(' ') }}", messages) == (
         "assistant assistant tool tool"
@@ -122,8 +126,9 @@ def test_without_a_system_role_a_system_text_alone_becomes_a_user_turn() -> None
 
 
 def test_a_template_that_drops_the_system_text_has_no_system_role() -> None:
-    source = "{% for m in messages if m.role == 'user' %}U:{{ m.content }};{% endfor %}"
-    assert rendered(source, turns("system", "s", "user", "u")) == "U:s\n\nu;"
+    source = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    assert rendered(source, turns("system", "s", "user", "u")) == "user:s\n\nu;"
+    assert rendered(source, turns("assistant", "a", "user", "u", "system", "s")) == "assistant:a;user:s\n\nu;"
 
 
 def test_developer_is_system_and_merges_with_it() -> None:

@@ -136,6 +136,7 @@ def test_of_stop_strings_complete_at_once_the_longest_counts() -> None:
 def test_a_failed_start_of_a_stop_string_may_hold_the_start_of_another() -> None:
     assert answer(("aab",), [b"a", b"a", b"a", b"a", b"b!"]) == ("aa", True)
     assert answer(("abab!", "bac"), [b"abaxababac"]) == ("abaxaba", True)
+    assert answer(("xyz1", "yz9", "z2"), [b"xyz", b"2"]) == ("xy", True)
 
 
 def test_held_text_is_part_of_an_answer_that_ends_without_the_stop_string() -> None:
