@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -82,8 +83,9 @@ class BackgroundThread:
             if not task.future.set_running_or_notify_cancel():
                 continue
             strand.running = (task.future, self._clock())
-            _do(task)
+            settle = _do(task)
             strand.running = None
+            settle()
 
 
 def yield_to_decode() -> None:
@@ -95,10 +97,9 @@ def yield_to_decode() -> None:
         os.setpriority(os.PRIO_PROCESS, thread_id, nice)
 
 
-def _do(task: _Task) -> None:
+def _do(task: _Task) -> Callable[[], None]:
+    """Do the work; returns what tells its future how it went."""
     try:
-        result = task.work()
+        return partial(task.future.set_result, task.work())
     except BaseException as error:
-        task.future.set_exception(error)
-    else:
-        task.future.set_result(result)
+        return partial(task.future.set_exception, error)
