@@ -26,8 +26,8 @@ from llm_engine.generation import Message
 # Marks where a control token's spelling was cut. A noncharacter: no text means anything by it, and where one
 # is written all the same, it is one border more and in no segment.
 _CUT = "\ufdd0"
-# Loop turns and macro calls of one rendering: far above a long conversation's, a second of work at most.
-_MAX_TURNS = 200_000
+# Loop turns and macro calls of one rendering: far above a long conversation's, half a second of work at most.
+_MAX_TURNS = 100_000
 # Not a name a template can write, so that none can reach its own counter.
 _TURNS = "turns taken"
 _SYSTEM_PROBE = "is-there-a-system-role"

@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_engine.chat import ChatTemplate
@@ -207,6 +207,7 @@ fragments = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(parts=fragments)
 def test_no_segment_of_a_users_text_spells_a_control_token(parts: list[str]) -> None:
     text = "".join(parts)
@@ -270,7 +271,7 @@ def test_whatever_a_template_raises_is_a_refusal_with_its_reason(source: str, re
     ],
 )
 def test_a_template_that_would_run_for_hours_is_refused(hostile: str) -> None:
-    with pytest.raises(TemplateRefused, match="more than 200000 turns"):
+    with pytest.raises(TemplateRefused, match="more than 100000 turns"):
         rendered(hostile, turns("user", "Hi"))
 
 
