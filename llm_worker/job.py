@@ -18,7 +18,7 @@ from typing import assert_never
 from llm_engine.errors import RequestError
 from llm_engine.generation import Delta, Event, Failed, Finished, StopReason
 from llm_ingress.api.errors import ApiError
-from llm_ingress.wire import End, Fail, FinishReason, Grant, Head
+from llm_ingress.wire import End, Fail, FinishReason, Head, LaneRef
 from llm_worker.answer import (
     Answer,
     ChunkEncoder,
@@ -65,10 +65,9 @@ NEXT = {
 class Job:
     """One claim. `on_closed` is called once, after the last word to the ring."""
 
-    def __init__(self, ring: Ring, grant: Grant, on_closed: Callable[["Job"], None]) -> None:
+    def __init__(self, ring: Ring, ref: LaneRef, on_closed: Callable[["Job"], None]) -> None:
         self.ring = ring
-        self.grant = grant
-        self.ref = grant.ref
+        self.ref = ref
         self.state = JobState.PREPARING
         self._on_closed = on_closed
         self._paused = False
@@ -92,7 +91,7 @@ class Job:
         if self._paused:
             self._generation.pause()
         self._start = ready.start
-        self._answer = open_answer(self.ring, self.grant, ready)
+        self._answer = open_answer(self.ring, self.ref, ready)
         self._answer.begin()
 
     def _end_answered(self, start: Start, earlier: ChoiceProgress, finish: Finish) -> None:
@@ -235,7 +234,7 @@ class Job:
         self.state = state
 
 
-def open_answer(ring: Ring, grant: Grant, ready: PreparedJob) -> Answer:
+def open_answer(ring: Ring, ref: LaneRef, ready: PreparedJob) -> Answer:
     """The answer of a claim in the form its request asks for."""
     start, earlier = ready.start, ready.earlier
     identity = Identity(
@@ -246,6 +245,6 @@ def open_answer(ring: Ring, grant: Grant, ready: PreparedJob) -> Answer:
     )
     if ready.chat.streams:
         chunks = ChunkEncoder(identity, include_usage=ready.chat.include_usage)
-        return StreamedAnswer(ring, grant.ref, chunks, start, continued=earlier is not None)
+        return StreamedAnswer(ring, ref, chunks, start, continued=earlier is not None)
     pieces = None if earlier is None else earlier.pieces
-    return WholeAnswer(ring, grant.ref, CompletionEncoder(identity), start, earlier=pieces)
+    return WholeAnswer(ring, ref, CompletionEncoder(identity), start, earlier=pieces)

@@ -138,7 +138,7 @@ class Worker:
         if self.n_free < 1:
             ring.release(grant.ref)
             return
-        job = Job(ring, grant, self._forget)
+        job = Job(ring, grant.ref, self._forget)
         self._jobs[ring, grant.ref] = job
         self._idle.clear()
         preparation = self._thread.submit(partial(prepare, grant, self._engine, int(time.time())))
@@ -238,10 +238,10 @@ class Worker:
 
     def _beat(self) -> None:
         """What happens every interval: the offer, the heartbeat, and an end to what is stuck."""
+        self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
         self._engine_refused = False
         self._fail_what_is_stuck()
         self._offer()
-        self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_is_due = False

@@ -38,7 +38,7 @@ class Claim:
         self.ring = ScriptedRing()
         self.lane: ScriptedLane = self.ring.open(grant.ref)
         self.n_closed = 0
-        self.job = Job(self.ring, grant, self._closed)
+        self.job = Job(self.ring, grant.ref, self._closed)
         if begin:
             self.job.begin(self.engine, prepare(grant, self.engine, 1700000000))
 

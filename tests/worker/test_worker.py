@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import orjson
 import pytest
@@ -39,15 +40,19 @@ async def attached(
 def held_preparation(engine: FakeEngine) -> Iterator[threading.Event]:
     """Whatever is prepared waits until the event is set, which it is at the end."""
     gate = threading.Event()
-    engine.before_prepare = lambda: assert_(gate.wait(WAIT_S))
+    engine.before_prepare = lambda: _pass(gate)
     try:
         yield gate
     finally:
         gate.set()
 
 
-def assert_(condition: bool) -> None:
-    assert condition
+def _pass(gate: threading.Event) -> None:
+    assert gate.wait(WAIT_S), "the test never opened the gate"
+
+
+def explode() -> None:
+    raise ZeroDivisionError
 
 
 async def running(ring: ScriptedRing, engine: FakeEngine, n: int) -> None:
@@ -182,7 +187,7 @@ async def test_a_lane_is_answered_from_grant_to_end() -> None:
     ids=["malformed", "template", "too long"],
 )
 async def test_what_can_never_be_honoured_is_a_400_and_its_place_is_free_again(
-    fields: dict[str, object], param: str
+    fields: dict[str, Any], param: str
 ) -> None:
     engine, ring = FakeEngine(max_inflight=1), ScriptedRing()
     async with attached(engine, ring) as worker:
@@ -197,7 +202,7 @@ async def test_what_can_never_be_honoured_is_a_400_and_its_place_is_free_again(
 async def test_an_exception_in_one_preparation_fails_that_lane_alone() -> None:
     engine, ring = FakeEngine(), ScriptedRing()
     async with attached(engine, ring):
-        engine.before_prepare = lambda: assert_(False)
+        engine.before_prepare = explode
         broken = ring.grant(chat_grant("a", lane_id=1))
         await ring.until(lambda: broken.is_over)
         engine.before_prepare = lambda: None
@@ -411,8 +416,8 @@ async def served(engine: FakeEngine, config: GatewayConfig | None = None) -> Asy
         worker.close()
 
 
-def open_lane(gateway: Gateway, text: str, **fields: object) -> Lane:
-    body = chat_grant(text, **fields).body  # type: ignore[arg-type]
+def open_lane(gateway: Gateway, text: str, **fields: Any) -> Lane:
+    body = chat_grant(text, **fields).body
     request = LaneRequest(path="/v1/chat/completions", body=body, model="parrot", request_id="r", tenant="t")
     return gateway.open_lane(request, lambda: None)
 
