@@ -37,13 +37,16 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A streamed answer: its pieces, one chunk each, and its end. Until `hold` is set, only the first."""
+    """A streamed answer: its pieces, one chunk each, and its end.
+
+    Until `hold` is set, only the first piece comes. `n_tokens` is what the usage says: the pieces, if None.
+    """
 
     pieces: tuple[str, ...]
     finish: str = "stop"
     ending: Ending = Ending.DONE
     hold: threading.Event | None = None
-    n_prompt: int = 7
+    n_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,6 @@ def _handler_of(api: FakeApi) -> type[BaseHTTPRequestHandler]:
             if isinstance(reply, Refusal):
                 self._json(reply.status, {"error": reply.error}, reply.headers)
                 return
-            self.close_connection = True
             try:
                 with api.in_flight():
                     self._stream(reply, body)
@@ -172,11 +174,9 @@ def _handler_of(api: FakeApi) -> type[BaseHTTPRequestHandler]:
 
         def _whole(self, status: int, kind: str, data: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
-            for name, value in {
-                "content-type": kind,
-                "content-length": str(len(data)),
-                **(headers or {}),
-            }.items():
+            # No connection outlives its answer, so that a closed server is really gone.
+            fixed = {"content-type": kind, "content-length": str(len(data)), "connection": "close"}
+            for name, value in {**fixed, **(headers or {})}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
@@ -206,12 +206,8 @@ def _handler_of(api: FakeApi) -> type[BaseHTTPRequestHandler]:
                 )
             if answer.ending is Ending.DONE:
                 self._chunk(body, {}, answer.finish)
-                n = len(answer.pieces)
-                usage = {
-                    "prompt_tokens": answer.n_prompt,
-                    "completion_tokens": n,
-                    "total_tokens": answer.n_prompt + n,
-                }
+                n = len(answer.pieces) if answer.n_tokens is None else answer.n_tokens
+                usage = {"prompt_tokens": 7, "completion_tokens": n, "total_tokens": 7 + n}
                 if (body.get("stream_options") or {}).get("include_usage"):
                     self._event(json.dumps({**self._frame(body), "choices": [], "usage": usage}))
                 self._event("[DONE]")
