@@ -24,6 +24,7 @@ from hypercorn.protocol.h2 import H2Protocol
 
 STREAM_BUFFER_BYTES = 64 * 1024
 CLOSE_TIMEOUT_S = 5.0
+CLOSE_AT_END_TIMEOUT_S = 0.5  # while the server shuts down
 
 
 def install() -> None:
@@ -37,11 +38,13 @@ class BoundedClose(TCPServer):
 
     async def _close(self) -> None:
         transport = self.writer.transport
-        timer = self.loop.call_later(CLOSE_TIMEOUT_S, transport.abort)
+        timeout_s = CLOSE_AT_END_TIMEOUT_S if self.context.terminated.is_set() else CLOSE_TIMEOUT_S
+        timer = self.loop.call_later(timeout_s, transport.abort)
         try:
             await super()._close()
         finally:
             timer.cancel()
+            transport.abort()  # nothing, unless the wait was cancelled
 
 
 class FlowControlledH2(H2Protocol):

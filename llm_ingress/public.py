@@ -67,7 +67,7 @@ class Public:
             total_bytes=config.max_reading_bytes,
             timeout_s=config.body_timeout_s,
         )
-        self._site = _site(_Status(gateway), routes)
+        self._site = _site(_Status(gateway, self._bodies), routes)
         self._is_draining = False
         self._n_exchanges = 0
 
@@ -129,8 +129,9 @@ class Public:
 class _Status:
     """The endpoints that tell how the ring is."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, bodies: Bodies) -> None:
         self._gateway = gateway
+        self._bodies = bodies
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: exactly the names a request may ask for."""
@@ -140,7 +141,8 @@ class _Status:
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 as long as this process lives."""
-        return _json(_health(self._gateway.snapshot()))
+        facts = {**_health(self._gateway.snapshot()), "reading_bytes": self._bodies.n_bytes}
+        return _json(facts)
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether it is worth sending requests here; busy is ready."""

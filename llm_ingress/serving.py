@@ -1,4 +1,4 @@
-"""Serving the public surface: one hypercorn in this process, from a bound socket to the end of the drain.
+"""Serving the public surface: one hypercorn in this process, from the open socket to the end of the drain.
 
 Lanes are in memory, so there is one process. Called by: the command lines that serve; they own the signals
 and tell `Drain` about them.
@@ -68,7 +68,7 @@ class Drain:
 
 
 def listen(config: ServingConfig) -> socket.socket:
-    """Bind the public socket, before anything slow is begun.
+    """Open the public socket. Whoever connects before `serve` is reached waits in the kernel's backlog.
 
     Raises: ConfigError if the address cannot be had.
     """
@@ -81,6 +81,7 @@ def listen(config: ServingConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         if listener is not None:
             listener.close()
@@ -91,9 +92,8 @@ def listen(config: ServingConfig) -> socket.socket:
 async def serve(
     app: Public, gateway: Gateway, listener: socket.socket, config: ServingConfig, drain: Drain
 ) -> None:
-    """Serve on a bound socket until the drain is over. Takes the socket over."""
+    """Serve on an open socket until the drain is over. Takes the socket over."""
     h2_flow.install()
-    listener.listen(BACKLOG)
     print(f"Serving on {_url(listener, config)}", flush=True)
     stop = asyncio.Event()
     settings = _hypercorn_settings(listener.detach(), config)
@@ -135,12 +135,12 @@ async def _end(server: asyncio.Task[None], drain: Drain) -> None:
     Raises: whatever ended hypercorn, if it ended by itself.
     """
     await _first_of(server, drain.is_urgent, SHUTDOWN_S)
+    if server.done() and not server.cancelled():
+        server.result()
     for _ in range(2):  # the first cancel makes it close its connections, the second ends the wait for them
         if not server.done():
             server.cancel()
             await asyncio.wait({server}, timeout=TICK_S)
-    if server.done() and not server.cancelled():
-        server.result()
 
 
 async def _first_of(server: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:

@@ -168,11 +168,17 @@ class Server:
     def url(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}"
 
+    async def has_open(self, n_lanes: int) -> None:
+        """Wait until so many lanes are open."""
+        async with asyncio.timeout(5):
+            while self.gateway.snapshot().open != n_lanes:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0)
+
     async def counts(self) -> tuple[int, int, int, int]:
         """Accepted, finished, cancelled, failed, once nothing is open any more."""
         async with asyncio.timeout(5):
-            while not (self.gateway.is_idle and self.public.is_idle):
-                await asyncio.sleep(0)  # noqa: ASYNC110 - there is no event for it
+            while not (self.gateway.is_idle and self.public.is_idle):  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0)
         snapshot = self.gateway.snapshot()
         assert snapshot.accepted == snapshot.finished + snapshot.cancelled + snapshot.failed
         return snapshot.accepted, snapshot.finished, snapshot.cancelled, snapshot.failed
@@ -198,7 +204,8 @@ async def serving(
         yield Server(gateway=gateway, public=app, drain=drain, task=task, host=host, port=port, scheme=scheme)
     finally:
         drain.ask()
-        drain.ask()
+        if not app.is_idle:
+            drain.ask()
         await task
 
 

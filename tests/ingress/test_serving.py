@@ -1,0 +1,272 @@
+"""From the open socket to the end of the drain, over a real hypercorn on loopback."""
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from llm_ingress.errors import ConfigError
+from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.serving import SEND_BUFFER_BYTES, ServingConfig, listen
+from llm_ingress.wire import Grant
+from tests.ingress.scripted import CHAT, ScriptedWorker, Server, chat, event, raw_post, serving
+
+DONE = b"data: [DONE]\n\n"
+STREAM = json.dumps(chat(stream=True)).encode()
+
+
+@asynccontextmanager
+async def draining(
+    drain_timeout_s: float = 30.0,
+) -> AsyncIterator[tuple[Server, ScriptedWorker, httpx.AsyncClient]]:
+    """A server, to be drained by the test, and a client whose connection is open already."""
+    config = ServingConfig(port=0, drain_timeout_s=drain_timeout_s)
+    async with serving(config=config) as server, httpx.AsyncClient(base_url=server.url) as client:
+        worker = ScriptedWorker(server.gateway)
+        assert (await client.get("/ready")).status_code == 200
+        yield server, worker, client
+
+
+async def begin(
+    server: Server, worker: ScriptedWorker
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Grant]:
+    """A stream whose client has read its first event."""
+    reader, writer = await raw_post(server, STREAM)
+    grant = await worker.granted()
+    worker.begin(grant)
+    worker.say(grant, event("a"))
+    await reader.readuntil(event("a"))
+    return reader, writer, grant
+
+
+async def ended(server: Server) -> None:
+    async with asyncio.timeout(5):
+        await server.task
+
+
+async def test_it_says_where_it_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving() as server, httpx.AsyncClient() as client:
+        await client.get(server.url + "/health")
+        assert server.port != 0
+        assert capsys.readouterr().out == f"Serving on http://127.0.0.1:{server.port}\n"
+
+
+async def test_running_answers_finish_and_new_ones_are_refused() -> None:
+    async with draining() as (server, worker, client):
+        reader, writer, grant = await begin(server, worker)
+        server.drain.ask()
+        while (ready := await client.get("/ready")).status_code == 200:
+            pass
+        refused = await client.post(CHAT, json=chat())
+        health = await client.get("/health")
+        assert (ready.status_code, ready.json()["error"]["reason"]) == (503, "draining")
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "draining")
+        assert refused.headers["connection"] == "close"
+        assert "retry-after" in refused.headers
+        assert (health.status_code, health.json()["status"]) == (200, "draining")
+        worker.say(grant, event("b") + DONE)
+        worker.end(grant)
+        rest = await reader.read()
+        assert rest.endswith(DONE + b"\r\n0\r\n\r\n")
+        writer.close()
+        await ended(server)
+        assert await server.counts() == (1, 1, 0, 0)
+
+
+async def test_past_the_limit_an_open_stream_ends_with_an_error_event() -> None:
+    async with draining(drain_timeout_s=0.05) as (server, worker, client):
+        reader, writer, _ = await begin(server, worker)
+        parked = asyncio.create_task(client.post(CHAT, json=chat()))
+        await worker.granted()
+        server.drain.ask()
+        rest = await reader.read()
+        error = json.loads(rest.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+        assert error["reason"] == "draining"
+        assert rest.endswith(b"\r\n0\r\n\r\n")
+        assert b"[DONE]" not in rest
+        assert (await parked).status_code == 503
+        writer.close()
+        await ended(server)
+        assert await server.counts() == (2, 0, 0, 2)
+
+
+async def test_asked_a_second_time_it_ends_at_once() -> None:
+    async with draining(drain_timeout_s=600) as (server, worker, _):
+        _, writer, _ = await begin(server, worker)
+        server.drain.ask()
+        server.drain.ask()
+        async with asyncio.timeout(2):
+            await server.task
+        writer.close()
+
+
+async def test_idle_connections_do_not_hold_up_the_end() -> None:
+    async with draining() as (server, _, _):
+        connections = [await asyncio.open_connection(server.host, server.port) for _ in range(5)]
+        server.drain.ask()
+        await ended(server)
+        for _, writer in connections:
+            writer.close()
+
+
+async def test_a_client_that_reads_nothing_does_not_hold_up_the_end() -> None:
+    gateway = Gateway(GatewayConfig(response_buffer_bytes=64 * 1024))
+    async with serving(gateway, config=ServingConfig(port=0, drain_timeout_s=0.05)) as server:
+        worker = ScriptedWorker(gateway)
+        _, writer, grant = await begin(server, worker)
+        piece = event("x" * 8000)
+        while not worker.pause_heard.is_set():
+            worker.say(grant, piece)
+            await asyncio.sleep(0)
+        server.drain.ask()
+        async with asyncio.timeout(10):
+            await server.task
+        writer.close()
+
+
+async def test_the_socket_is_closed_after_it_served() -> None:
+    async with serving() as server:
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(server.host, server.port)
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    listener = listen(ServingConfig(port=0))
+    port = listener.getsockname()[1]
+    with pytest.raises(
+        ConfigError, match=rf"cannot listen on 127\.0\.0\.1 port {port}: Address already in use"
+    ):
+        listen(ServingConfig(port=port))
+    listener.close()
+
+
+def test_a_host_that_is_none_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on no such host port 0"):
+        listen(ServingConfig(host="no such host", port=0))
+
+
+def test_the_kernel_takes_little_for_a_client_that_does_not_read() -> None:
+    listener = listen(ServingConfig(port=0))
+    client = socket.create_connection(listener.getsockname())
+    accepted, _ = listener.accept()
+    # Linux doubles what is asked for, to have room for its own bookkeeping.
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER_BYTES
+    for connection in (accepted, client, listener):
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1}, {"tls_cert": Path("x")}, {"tls_key": Path("x")}],
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ServingConfig(**options)  # type: ignore[arg-type]
+
+
+# --- TLS ------------------------------------------------------------------------------------------------
+
+
+def openssl(*args: str | Path) -> None:
+    subprocess.run(("openssl", *args), check=True, capture_output=True)
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed certificate for loopback, and its key."""
+    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
+    openssl(
+        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"),
+        *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+        *("-keyout", key, "-out", cert),
+    )
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return certificate(tmp_path_factory.mktemp("tls"), "server")
+
+
+async def test_it_serves_https(tls: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    cert, key = tls
+    config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        worker = ScriptedWorker(server.gateway)
+        trust = ssl.create_default_context(cafile=cert)
+        async with httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+            asking = asyncio.create_task(client.post(CHAT, json=chat(stream=True)))
+            worker.answer(await worker.granted(), "a")
+            assert (await asking).content == event("a") + DONE
+        assert f"Serving on https://127.0.0.1:{server.port}" in capsys.readouterr().out
+
+
+async def test_old_tls_is_refused(tls: tuple[Path, Path]) -> None:
+    cert, key = tls
+    config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        curl = await asyncio.create_subprocess_exec(
+            *("curl", "-sk", "--tls-max", "1.1", server.url + "/health"),
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        assert await curl.wait() != 0
+
+
+async def test_http_2_is_offered_over_tls(tls: tuple[Path, Path]) -> None:
+    cert, key = tls
+    config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        curl = await asyncio.create_subprocess_exec(
+            *("curl", "-s", "--cacert", cert, "-o", "/dev/null", "-w", "%{http_version} %{http_code}"),
+            server.url + "/health",
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await curl.communicate()
+        assert out == b"2 200"
+
+
+def refusal(cert: Path, key: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ServingConfig(tls_cert=cert, tls_key=key)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_tls_file_that_cannot_be_read_is_named(tls: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = tls
+    missing = tmp_path / "missing.pem"
+    assert refusal(missing, key) == f"{missing}: No such file or directory"
+    assert refusal(cert, missing) == f"{missing}: No such file or directory"
+    assert refusal(tmp_path, key) == f"{tmp_path}: Is a directory"
+
+
+def test_a_tls_file_that_is_something_else_is_named(tls: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = tls
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("nothing of the kind")
+    assert refusal(garbage, key) == f"{garbage}: not a certificate in PEM form"
+    assert refusal(key, key) == f"{key}: not a certificate in PEM form"
+    assert refusal(cert, garbage) == f"{garbage}: not an unencrypted private key in PEM form"
+    assert refusal(cert, cert) == f"{cert}: not an unencrypted private key in PEM form"
+
+
+def test_a_key_of_another_certificate_is_named(tls: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, _ = tls
+    _, other = certificate(tmp_path, "other")
+    assert refusal(cert, other) == f"{other}: not the key of the certificate {cert}"
+
+
+def test_an_encrypted_key_is_named_and_nobody_is_asked_for_a_password(
+    tls: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cert, key = tls
+    locked = tmp_path / "locked.key"
+    openssl("ec", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked)
+    assert refusal(cert, locked) == f"{locked}: not an unencrypted private key in PEM form"
