@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 # The root of what the HTTP library raises: httpx or httpx2, as huggingface_hub was built on.
 _HTTPError = errors.HTTPError  # type: ignore[attr-defined]
+_TIMEOUT_S = 10.0  # for a server's first word
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -84,7 +85,9 @@ def list_files(repo: str) -> list[str]:
     Raises: ModelError if the hub cannot be asked or does not show this repository.
     """
     with _in_plain_words(repo, constants.ENDPOINT):
-        return sorted(HfApi().list_repo_files(repo))
+        # Not list_repo_files: that one asks again and again for half a minute before it gives up.
+        siblings = HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings
+        return sorted(sibling.rfilename for sibling in siblings or ())
 
 
 def fetch_from_hub(repo: str, filename: str) -> Path:
@@ -142,7 +145,8 @@ def _probe(url: str) -> _Remote:
     headers = {"Accept-Encoding": "identity"}
     if url.startswith(f"{constants.ENDPOINT}/"):  # the token is for the hub alone
         headers |= build_hf_headers()
-    with get_session().stream("GET", url, headers=headers | {"Range": "bytes=0-0"}) as response:
+    first_byte = headers | {"Range": "bytes=0-0"}
+    with get_session().stream("GET", url, headers=first_byte, timeout=_TIMEOUT_S) as response:
         hf_raise_for_status(response)
         whole = response.headers.get("Content-Range", "").rpartition("/")[2]
         size = whole or response.headers.get("Content-Length", "")
@@ -202,7 +206,7 @@ def _check_room(remote: _Remote, part: Path, n_here: int, *, shown: str) -> None
     n_free = shutil.disk_usage(part.parent).free
     if remote.size is not None and remote.size - n_here > n_free:
         n_missing = remote.size - n_here
-        reason = f"{part.parent} has {n_free / 1e6:.0f} MB free, the download needs {n_missing / 1e6:.0f} MB"
+        reason = f"{part.parent} has {n_free / 1e6:.1f} MB free, the download needs {n_missing / 1e6:.1f} MB"
         raise ModelError(shown, reason)
 
 
