@@ -42,7 +42,7 @@ class ModelFile:
     @property
     def parts(self) -> tuple[Path, ...]:
         """All files of a split model, the one file of any other."""
-        return tuple(self.path.with_name(name) for name in split_names(self.path.name))
+        return tuple(self.path.parent / name for name in split_names(self.path.name))
 
 
 def resolve(model: str | None = None, *, url: str | None = None, download: bool = True) -> ModelFile:
@@ -130,7 +130,7 @@ def _part_urls(url: str) -> dict[str, str]:
 
 def _model_file(path: Path, *names: str) -> ModelFile:
     """The file under its own stem, or the first of the names it was asked for by."""
-    first = path.with_name(split_names(path.name)[0])
+    first = path.parent / split_names(path.name)[0]
     found = _SPLIT.fullmatch(first.name)
     stem = found["stem"] if found else first.stem
     name, *aliases = (*names, stem)
