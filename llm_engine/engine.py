@@ -36,6 +36,7 @@ from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
 from llm_engine.text import TextAssembler
+from llm_engine.trial import try_load
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,9 @@ class Engine:
         Raises: ModelError naming the file and the reason.
         """
         file = gguf.resolve(config.model, url=config.model_url, download=config.download)
-        check_header(file.path)
+        for part in file.parts:
+            check_header(part)
+        try_load(file.path)
         model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
         n_ctx = min(config.ctx_size, model.n_ctx_train)
         backend = LlamaBackend.create(model, context_params(config, n_ctx))
