@@ -1,0 +1,19 @@
+"""`python -m bench NAME ...`: the benchmarks by name, each a module with a `main`."""
+
+import importlib
+import sys
+
+NAMES = ("engine", "relay")
+
+
+def main() -> int:
+    """Hand over to the benchmark named first."""
+    name, *argv = sys.argv[1:] or [""]
+    if name not in NAMES:
+        print(f"usage: python -m bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"bench.{name}").main(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
