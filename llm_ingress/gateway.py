@@ -197,7 +197,6 @@ class Gateway:
         worker = self._hear(worker_id)
         if worker is not None:
             worker.is_draining = True
-            worker.credit = 0
             self._watch_company(self._clock())
 
     def detach(self, worker_id: int, why: str) -> None:

@@ -149,7 +149,6 @@ class Lane:
         """Give the lane to a worker with this model, under a new fencing number."""
         self.move(LaneState.CLAIMED)
         self._waited_s += now - self._waiting_since
-        self.alone_since = None
         self.claim += 1
         self.fingerprint = fingerprint
         return self.ref

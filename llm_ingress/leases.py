@@ -62,7 +62,7 @@ class WorkerView:
         n_unseen = self.n_granted - seen
         if n < 0 or n_unseen < 0:
             raise ProtocolFault(f"credit of {n} beyond {seen} lanes seen, of {self.n_granted} granted")
-        self.credit = 0 if self.is_draining else max(0, n - n_unseen)
+        self.credit = max(0, n - n_unseen)
         self.declined.clear()
 
     def holds(self, ref: LaneRef) -> Lane | None:

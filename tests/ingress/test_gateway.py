@@ -4,7 +4,7 @@ import pytest
 
 from llm_ingress.errors import ConfigError, ProtocolFault, RefusalReason, Refused, UnknownModel
 from llm_ingress.gateway import GatewayConfig, LaneState, OutcomeReason
-from llm_ingress.wire import LaneRef
+from llm_ingress.wire import Head, LaneRef
 from tests.ingress.scripted_ring import END, OK, REFUSED, Client, ScriptedRing, card
 
 
@@ -219,16 +219,30 @@ def test_a_worker_that_comes_back_in_time_ends_the_wait_for_workers() -> None:
     assert state(client) is LaneState.WAITING
 
 
+def test_workers_it_cannot_use_do_not_prolong_a_lanes_wait_for_one() -> None:
+    ring = ScriptedRing()
+    ring.worker().die()
+    client = ring.client()
+    for _ in range(5):
+        other = ring.worker(1, model=card("m2"))
+        ring.wait(2.0, other)
+        other.die()
+    assert outcome(client) == (LaneState.EXPIRED, OutcomeReason.NO_WORKERS)
+
+
 def test_a_draining_worker_gets_nothing_more_finishes_what_it_holds_and_is_no_company_for_the_rest() -> None:
     ring = ScriptedRing()
     worker = ring.worker(2)
     held = ring.client()
+    worker.offer(0)
+    parked_before = ring.client()
     worker.drain_itself()
-    parked = ring.client()
+    parked_after = ring.client()
     worker.offer(2)
     assert len(worker.grants) == 1
     ring.wait(10.0, worker)
-    assert outcome(parked) == (LaneState.EXPIRED, OutcomeReason.NO_WORKERS)
+    for parked in (parked_before, parked_after):
+        assert outcome(parked) == (LaneState.EXPIRED, OutcomeReason.NO_WORKERS)
     worker.head()
     worker.end()
     assert outcome(held) == (LaneState.DONE, OutcomeReason.FINISHED)
@@ -311,7 +325,7 @@ def test_a_dead_workers_lane_goes_on_elsewhere_from_its_progress_and_the_client_
     grant = second.grants[0]
     assert grant.progress == b"1,2,"
     assert grant.ref == LaneRef(client.lane.id, 2)
-    second.head()
+    second.head(Head(status=200, headers=()))
     second.say(b"three", b"3,")
     second.end()
     assert client.lane.head is OK
@@ -360,15 +374,16 @@ def test_a_lane_with_progress_waits_for_an_equal_model_however_long_the_queue_ti
 
 def test_a_lane_with_progress_fails_when_no_equal_worker_comes_in_time() -> None:
     ring = ScriptedRing()
-    first = ring.worker(1)
+    first, other = ring.worker(1), ring.worker(model=card(fingerprint="other"))
     client = ring.client()
     first.head()
     first.say(b"one ", b"1,")
     first.die()
-    other = ring.worker(1, model=card(fingerprint="other"))
+    other.offer(1)
     ring.wait(10.0, other)
     assert outcome(client) == (LaneState.FAILED, OutcomeReason.NO_WORKERS)
     assert client.read() == b"one "
+    assert client.n_changes == 3
 
 
 def test_a_lane_without_progress_may_start_anew_on_any_worker_of_its_model() -> None:
@@ -393,6 +408,7 @@ def test_an_answer_begun_without_progress_fails_rather_than_repeat_itself() -> N
     first.die()
     second.offer(1)
     assert outcome(client) == (LaneState.FAILED, OutcomeReason.WORKER_LOST)
+    assert client.n_changes == 3
     assert not second.grants
 
 
@@ -589,6 +605,15 @@ def test_a_worker_that_wakes_is_served_again_and_its_late_frames_are_dropped() -
     assert len(worker.grants) == 3
 
 
+def test_a_worker_that_wakes_is_company_again_for_lanes_it_has_no_room_for_yet() -> None:
+    ring = ScriptedRing()
+    worker = ring.worker()
+    client = ring.client()
+    ring.wait(6.0)
+    ring.wait(20.0, worker)
+    assert state(client) is LaneState.WAITING
+
+
 # Slow readers.
 
 BUFFER = GatewayConfig(response_buffer_bytes=100)
@@ -653,6 +678,19 @@ def test_while_others_wait_for_the_same_model_a_slow_reader_has_less_patience() 
     ring.client()
     ring.wait(0.5, worker, elsewhere)
     assert outcome(slow) == (LaneState.CANCELLED, OutcomeReason.STALLED)
+
+
+def test_a_client_that_reads_again_is_not_dropped_for_what_it_did_while_nobody_waited() -> None:
+    ring = ScriptedRing(BUFFER)
+    worker = ring.worker(1)
+    client = ring.client()
+    worker.head()
+    worker.say(b"x" * 101)
+    ring.wait(5.0, worker)
+    client.read()
+    ring.client()
+    ring.wait(5.0, worker)
+    assert client.lane.is_open
 
 
 def test_a_paused_lane_that_loses_its_worker_stops_its_stall_clock_and_is_paused_again_by_the_next() -> None:

@@ -69,6 +69,15 @@ def test_an_end_the_state_does_not_allow_changes_nothing() -> None:
     assert bytes(lane.progress) == b"progress"
 
 
+def test_an_ended_lane_keeps_what_the_client_may_still_read_and_no_progress() -> None:
+    pool = LanePool(1)
+    lane = open_lane(pool)
+    lane.append(b"text", b"progress")
+    pool.end(lane, LEFT)
+    assert not lane.progress
+    assert lane.take() == b"text"
+
+
 def test_the_pool_counts_each_lane_in_one_state() -> None:
     pool = LanePool(8)
     lanes = [open_lane(pool) for _ in range(4)]

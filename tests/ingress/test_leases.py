@@ -64,13 +64,6 @@ def test_an_offer_below_zero_or_beyond_what_was_granted_is_the_workers_fault(n: 
         worker.offer(n, seen)
 
 
-def test_a_draining_worker_has_no_credit_whatever_it_offers() -> None:
-    worker = attach(new_leases())
-    worker.is_draining = True
-    worker.offer(3, seen=0)
-    assert worker.credit == 0
-
-
 def test_a_worker_holds_a_lane_under_its_newest_claim_only() -> None:
     leases = new_leases()
     worker = attach(leases)
