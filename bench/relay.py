@@ -14,7 +14,6 @@ import resource
 import selectors
 import socket
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
