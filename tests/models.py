@@ -22,6 +22,7 @@ SLIDING_WINDOW = 64  # tokens, of `write_sliding_window`
 _WIDTH, _FFN, _HEAD, _N_HEAD, _N_HEAD_KV = 64, 128, 32, 4, 2
 _CONTEXT = 2048
 _KEY_PREFIX = "tokenizer."
+_WEIGHTS = gguf.GGMLQuantizationType.Q8_0
 
 
 def smollm2_path() -> Path:
@@ -114,7 +115,8 @@ class _RandomModel:
 
     def matrix(self, name: str, n_in: int, n_out: int, *, std: float | None = None) -> None:
         values = self.normal((n_out, n_in), std=n_in**-0.5 if std is None else std)
-        self.writer.add_tensor(f"{name}.weight", values.astype(np.float16))
+        # Quantised, as real models are: llama.cpp's product with f16 weights depends on the batch.
+        self.writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, _WEIGHTS), raw_dtype=_WEIGHTS)
 
     def embeddings(self, *, std: float) -> None:
         self.matrix("token_embd", _WIDTH, self._n_vocab, std=std)
