@@ -12,6 +12,7 @@ Called by: `engine.py`, after `header.check_header`. Run as: `python -m llm_engi
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def try_load(path: Path, *, timeout_s: float = TIMEOUT_S) -> None:
 
     Raises: ModelError with llama.cpp's reason if that fails, crashes, or takes longer than `timeout_s`.
     """
-    command = [sys.executable, "-m", __name__, str(path)]
+    command = [sys.executable, "-P", "-m", "llm_engine.trial", str(path)]  # -P: no modules from the cwd
     # Else an abort starts a debugger, which takes seconds and prints pages.
     environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
     try:
@@ -64,12 +65,14 @@ def try_load(path: Path, *, timeout_s: float = TIMEOUT_S) -> None:
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = _SOURCE.sub("", lines[-1]) if lines else ""
-    if done.returncode > 0:
-        return last
-    if done.returncode == -signal.SIGKILL:
-        return "the system killed the process that tried to load it, most likely for want of memory"
-    name = signal.Signals(-done.returncode).name
-    return f"llama.cpp aborted: {last}" if last else f"llama.cpp crashed ({name})"
+    match -done.returncode:
+        case signal.SIGABRT:
+            return f"llama.cpp aborted: {last or 'it gave no reason'}"
+        case signal.SIGKILL:
+            return "the system killed the process that tried to load it, most likely for want of memory"
+        case number if number > 0:
+            return f"llama.cpp crashed ({signal.Signals(number).name})"
+    return last or f"its trial ended with status {done.returncode}"
 
 
 # --- in the child ----------------------------------------------------------------------------------------
@@ -77,6 +80,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 
 def main(path: str) -> int:
     """Do all that depends on the file alone. The last line on stderr says what failed."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is an answer, not worth a core file
     with llama.collected_errors() as errors:
         model = llama.load_model(path, repack=False)
         if not model:
