@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from bench.bare import BareLoop
 from bench.prompts import distinct
@@ -53,7 +54,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _compare(args: argparse.Namespace, n: int) -> dict[str, object]:
+def _compare(args: argparse.Namespace, n: int) -> dict[str, Any]:
     config = EngineConfig(model=args.model, max_inflight=n, ctx_size=512)
     with Engine.spawn(config) as engine, BareLoop(config) as bare:
         prompts = [_prepare(engine, text, args.tokens) for text in distinct(n)]

@@ -1,0 +1,112 @@
+"""`llm-serve`: ingress, worker, engine and chat page in one process.
+
+The engine is loaded before anything else runs, so that its step thread keeps its priority; from then on the
+event loop's thread is niced, because a busy one beside the decode would cost most of its speed.
+"""
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
+
+from llm_engine.cli import add_engine_flags, engine_config
+from llm_engine.engine import Engine
+from llm_engine.errors import EngineError
+from llm_ingress.cli import (
+    add_public_flags,
+    drain_on_signals,
+    gateway_config,
+    public_config,
+    serving_config,
+    set_up_logging,
+)
+from llm_ingress.errors import ConfigError
+from llm_ingress.gateway import Gateway
+from llm_ingress.public import Public
+from llm_ingress.serving import Drain, listen, serve
+from llm_worker.background import yield_to_decode
+from llm_worker.local import LocalRing
+from llm_worker.worker import Worker, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAULT = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    set_up_logging()
+    try:
+        # The socket first: a port that is taken is known before a model is loaded.
+        with listen(serving_config(args)) as listener, _load(args) as engine:
+            yield_to_decode()
+            return asyncio.run(_run(args, listener, engine))
+    except (ConfigError, EngineError) as error:
+        print(f"llm-serve: {error}", file=sys.stderr)
+        return EXIT_FAULT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llm-serve",
+        description="Serve a GGUF model to many OpenAI clients, with a chat page at /, all in one process.",
+    )
+    add_engine_flags(parser)
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens generated when a request names no limit (default: %(default)s, or the room left)",
+    )
+    add_public_flags(parser)
+    return parser
+
+
+def _load(args: argparse.Namespace) -> Engine:
+    started = time.monotonic()
+    engine = Engine.spawn(engine_config(args, max_tokens=args.max_tokens))
+    info = engine.info
+    logger.info(
+        "%s is loaded in %.1f s: %d slots of %d tokens",
+        info.file,
+        time.monotonic() - started,
+        info.max_inflight,
+        info.n_ctx,
+    )
+    return engine
+
+
+async def _run(args: argparse.Namespace, listener: socket.socket, engine: Engine) -> int:
+    """Serve until the drain is over."""
+    gateway = Gateway(gateway_config(args))
+    worker = Worker(engine, WorkerConfig(), [LocalRing(gateway)])
+    drain = Drain()
+    drain_on_signals(drain)
+    worker.start()
+    try:
+        app = Public(gateway, public_config(args), routes=[Route("/", _page)])
+        await serve(app, gateway, listener, serving_config(args), drain)
+    finally:
+        worker.close()
+    return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
+
+
+async def _page(_request: Request) -> HTMLResponse:
+    page = files("llm_serve").joinpath("ui/index.html").read_text(encoding="utf-8")
+    return HTMLResponse(page, headers={"cache-control": "no-cache"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
