@@ -43,6 +43,16 @@ def card(name: str = "m", fingerprint: str = "f", aliases: tuple[str, ...] = ())
     )
 
 
+class NoLink:
+    """A link that leads nowhere, for what decides and tells nobody."""
+
+    def grant(self, grant: Grant) -> None: ...
+    def cancel(self, ref: LaneRef) -> None: ...
+    def pause(self, ref: LaneRef) -> None: ...
+    def resume(self, ref: LaneRef) -> None: ...
+    def drain(self) -> None: ...
+
+
 class Client:
     """A client: reads what it is told to read, and remembers it."""
 

@@ -10,8 +10,7 @@ from llm_ingress.dispatch import Dispatch, choose_worker
 from llm_ingress.lanes import Lane, LaneRequest
 from llm_ingress.leases import WorkerView
 from llm_ingress.wire import Hello, ModelCard
-from tests.ingress.scripted_ring import card
-from tests.ingress.test_leases import NoLink
+from tests.ingress.scripted_ring import NoLink, card
 
 _ids = count(1)
 

@@ -5,20 +5,10 @@ import pytest
 from llm_ingress.errors import ProtocolFault
 from llm_ingress.lanes import Lane, LaneRequest
 from llm_ingress.leases import Leases, WorkerView
-from llm_ingress.wire import Grant, Hello, LaneRef
-from tests.ingress.scripted_ring import card
+from llm_ingress.wire import Hello
+from tests.ingress.scripted_ring import NoLink, card
 
 REQUEST = LaneRequest(path="/p", body=b"{}", model="m", request_id="r", tenant="t")
-
-
-class NoLink:
-    """A link that leads nowhere: leases decide, and tell nobody."""
-
-    def grant(self, grant: Grant) -> None: ...
-    def cancel(self, ref: LaneRef) -> None: ...
-    def pause(self, ref: LaneRef) -> None: ...
-    def resume(self, ref: LaneRef) -> None: ...
-    def drain(self) -> None: ...
 
 
 def attach(leases: Leases, now: float = 0.0) -> WorkerView:
