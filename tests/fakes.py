@@ -114,12 +114,14 @@ class FakeEngine:
         )
         self.running: list[FakeGeneration] = []
         self.requests: list[GenerateRequest] = []
+        self.n_prepared = 0
         self.is_closed = False
-        self.is_over_target = False  # step time is, so that nothing more is admitted
+        self.n_withheld = 0  # slots, while step time is over its target
         self.n_waiting_max = 0
         self.before_prepare: Callable[[], None] = lambda: None  # on the preparation thread
 
     def prepare(self, request: GenerateRequest, /) -> Prepared:
+        self.n_prepared += 1
         self.before_prepare()
         prompt = tokenise("".join(message["content"] for message in request.messages))
         if request.messages[0]["role"] == "assistant":
@@ -140,12 +142,12 @@ class FakeEngine:
         return generation
 
     def capacity(self) -> Capacity:
-        n_free = max(0, self.info.max_inflight - len(self.running))
+        n_free = max(0, self.info.max_inflight - len(self.running) - self.n_withheld)
         return Capacity(
             inflight=len(self.running),
             decoding=len(self.running),
             max_inflight=self.info.max_inflight,
-            available_slots=0 if self.is_closed or self.is_over_target else n_free,
+            available_slots=0 if self.is_closed else n_free,
             step_ms=1.0,
             step_age_s=0.0,
             kv_promised_tokens=sum(generation.prepared.max_tokens for generation in self.running),

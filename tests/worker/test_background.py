@@ -66,7 +66,8 @@ def test_cancelled_work_is_never_begun() -> None:
 
 def test_stuck_work_is_left_behind_and_what_was_queued_goes_on() -> None:
     clock = Clock()
-    thread = BackgroundThread("test", clock)
+    thread = BackgroundThread("test-stuck", clock)
+    (abandoned,) = (t for t in threading.enumerate() if t.name == "test-stuck")
     begun, gate = threading.Event(), threading.Event()
 
     def never_ends() -> str:
@@ -86,6 +87,8 @@ def test_stuck_work_is_left_behind_and_what_was_queued_goes_on() -> None:
     assert thread.submit(threading.get_ident).result(WAIT_S) == ident
     gate.set()
     assert stuck.result(WAIT_S) == "ended after all"
+    abandoned.join(WAIT_S)
+    assert not abandoned.is_alive()
     thread.close()
 
 

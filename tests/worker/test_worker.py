@@ -14,6 +14,7 @@ from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest, LaneS
 from llm_ingress.wire import Fail, FinishReason, LaneRef, ModelCard
 from llm_worker.errors import WorkerConfigError
 from llm_worker.local import LocalRing
+from llm_worker.preparation import prepare
 from llm_worker.worker import Worker, WorkerConfig
 from tests.fakes import FakeEngine, Released, ScriptedLane, ScriptedRing, chat_grant
 from tests.worker.ring_contract import until
@@ -36,19 +37,32 @@ async def attached(
         worker.close()
 
 
+class Gate:
+    """What every preparation stops at until it is opened."""
+
+    def __init__(self) -> None:
+        self._arrived, self._opened = threading.Event(), threading.Event()
+
+    def pass_through(self) -> None:
+        self._arrived.set()
+        assert self._opened.wait(WAIT_S), "the test never opened the gate"
+
+    def await_arrival(self) -> None:
+        assert self._arrived.wait(WAIT_S), "nothing was prepared"
+
+    def open(self) -> None:
+        self._opened.set()
+
+
 @contextmanager
-def held_preparation(engine: FakeEngine) -> Iterator[threading.Event]:
-    """Whatever is prepared waits until the event is set, which it is at the end."""
-    gate = threading.Event()
-    engine.before_prepare = lambda: _pass(gate)
+def held_preparation(engine: FakeEngine) -> Iterator[Gate]:
+    """Nothing gets prepared before the end of this block."""
+    gate = Gate()
+    engine.before_prepare = gate.pass_through
     try:
         yield gate
     finally:
-        gate.set()
-
-
-def _pass(gate: threading.Event) -> None:
-    assert gate.wait(WAIT_S), "the test never opened the gate"
+        gate.open()
 
 
 def explode() -> None:
@@ -113,12 +127,17 @@ async def test_a_job_in_preparation_takes_a_place() -> None:
             assert only(ring.grant(chat_grant("c", lane_id=3))) == Released()
 
 
-async def test_nothing_is_offered_while_the_engine_admits_nothing() -> None:
+async def test_no_more_is_offered_than_the_engine_admits_and_preparations_count_to_it() -> None:
     engine, ring = FakeEngine(max_inflight=4), ScriptedRing()
+    engine.n_withheld = 2
     async with attached(engine, ring) as worker:
-        ring.grant(chat_grant("abcdef"))
+        assert ring.credits == [2]
+        with held_preparation(engine):
+            ring.grant(chat_grant("abcdef", lane_id=1))
+            assert worker.n_free == 1
         await running(ring, engine, 1)
-        engine.is_over_target = True
+        assert worker.n_free == 1
+        engine.n_withheld = 3
         assert worker.n_free == 0
         assert only(ring.grant(chat_grant("b", lane_id=2))) == Released()
 
@@ -141,13 +160,13 @@ async def test_a_cancelled_lanes_place_is_free_before_the_engine_has_let_it_go(
 async def test_an_engine_that_refuses_is_offered_nothing_until_the_next_beat() -> None:
     engine, ring = FakeEngine(max_inflight=1), ScriptedRing()
     async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.05)):
-        with held_preparation(engine):
-            lane = ring.grant(chat_grant("a"))
-            engine.is_closed = True
+        # Somebody else in this process fills the engine, and the worker cannot know.
+        others = chat_grant("a library's own")
+        engine.submit(prepare(others, engine, 0).prepared, lambda _event: None)
+        lane = ring.grant(chat_grant("a"))
         await ring.until(lambda: lane.is_over)
         assert only(lane) == Released()
         assert ring.credits == [1]
-        engine.is_closed = False
         await ring.until(lambda: ring.credits == [1, 1])
 
 
@@ -272,14 +291,16 @@ async def test_a_preparation_that_takes_too_long_fails_alone_and_holds_nobody_up
 async def test_a_cancel_during_preparation_drops_the_job_for_good() -> None:
     engine, ring = FakeEngine(max_inflight=2), ScriptedRing()
     async with attached(engine, ring) as worker:
-        with held_preparation(engine):
+        with held_preparation(engine) as gate:
             first = ring.grant(chat_grant("a", lane_id=1))
+            gate.await_arrival()
             second = ring.grant(chat_grant("b", lane_id=2))
             ring.worker.on_cancel(ring, LaneRef(1, 1))
             ring.worker.on_cancel(ring, LaneRef(2, 1))
             assert worker.n_free == 2
             third = ring.grant(chat_grant("c", lane_id=3))
         await running(ring, engine, 1)
+        assert engine.n_prepared == 2, "the second was never begun"
         assert (first.frames, second.frames) == ([], [])
         engine.finish()
         assert third.is_over
