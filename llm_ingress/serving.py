@@ -104,7 +104,7 @@ async def serve(
         if not server.done():
             await _drain(app, gateway, config.drain_timeout_s, drain)
         stop.set()
-        await _end(server, drain)
+        await _end(server)
     finally:
         ticker.cancel()
         server.cancel()
@@ -129,23 +129,22 @@ async def _until_idle(app: Public, timeout_s: float, drain: Drain) -> None:
         await _wait(drain.is_urgent, min(left_s, TICK_S))
 
 
-async def _end(server: asyncio.Task[None], drain: Drain) -> None:
+async def _end(server: asyncio.Task[None]) -> None:
     """Let hypercorn close its connections, for a moment; from Python 3.12 on it would wait without end.
 
     Raises: whatever ended hypercorn, if it ended by itself.
     """
-    await _first_of(server, drain.is_urgent, SHUTDOWN_S)
-    if server.done() and not server.cancelled():
+    await asyncio.wait({server}, timeout=SHUTDOWN_S)
+    if not server.done():
+        server.cancel()
+        await asyncio.wait({server}, timeout=TICK_S)
+    elif not server.cancelled():
         server.result()
-    for _ in range(2):  # the first cancel makes it close its connections, the second ends the wait for them
-        if not server.done():
-            server.cancel()
-            await asyncio.wait({server}, timeout=TICK_S)
 
 
-async def _first_of(server: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+async def _first_of(server: asyncio.Task[None], event: asyncio.Event) -> None:
     waiter = asyncio.create_task(event.wait())
-    await asyncio.wait({server, waiter}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({server, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()
 
 
