@@ -17,7 +17,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from huggingface_hub import (
@@ -136,8 +137,15 @@ def url_folder(url: str) -> Path:
 
 def fetch_url(url: str, target: Path) -> None:
     """Bring what a plain URL gives to `target`. Raises: ModelError."""
-    with _in_plain_words(url, url):
-        _bring(_probe(url), target, target.with_name(f".{target.name}.lock"), shown=url)
+    shown = _without_secrets(url)
+    with _in_plain_words(shown, shown):
+        _bring(_probe(url), target, target.with_name(f".{target.name}.lock"), shown=shown)
+
+
+def _without_secrets(url: str) -> str:
+    """The URL for people to read: signatures in its query and passwords before its host stay out of logs."""
+    parsed = urlsplit(url)
+    return parsed._replace(netloc=parsed.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _probe(url: str) -> _Remote:
@@ -185,28 +193,36 @@ def _partial(remote: _Remote, target: Path) -> Path:
 
 
 def _fetch_rest(remote: _Remote, part: Path, *, shown: str) -> None:
-    n_here = part.stat().st_size if part.exists() else 0
-    _check_room(remote, part, n_here, shown=shown)
-    size = "unknown size" if remote.size is None else f"{remote.size / 1e6:.1f} MB"
-    logger.info(
-        "downloading %s (%s%s)", shown, size, f", {n_here / 1e6:.1f} MB here already" if n_here else ""
-    )
+    """Append what the partial file lacks, as long as every attempt brings something."""
     with part.open("ab") as file:
-        http_get(
-            remote.url,
-            file,
-            resume_size=n_here,
-            headers=dict(remote.headers),
-            expected_size=remote.size,
-            displayed_filename=shown.rpartition(":")[2].rpartition("/")[2],
-        )
+        _check_room(remote, part.parent, file.tell(), shown=shown)
+        while True:
+            n_here = file.tell()
+            logger.info("downloading %s, from byte %d of %s", shown, n_here, remote.size or "?")
+            try:
+                _append(remote, file, n_here, shown=shown)
+                return
+            except _HTTPError:  # http_get continues by itself after some of these, not after a reset
+                if file.tell() <= n_here:
+                    raise
 
 
-def _check_room(remote: _Remote, part: Path, n_here: int, *, shown: str) -> None:
-    n_free = shutil.disk_usage(part.parent).free
-    if remote.size is not None and remote.size - n_here > n_free:
-        n_missing = remote.size - n_here
-        reason = f"{part.parent} has {n_free / 1e6:.1f} MB free, the download needs {n_missing / 1e6:.1f} MB"
+def _append(remote: _Remote, file: BinaryIO, n_here: int, *, shown: str) -> None:
+    http_get(
+        remote.url,
+        file,
+        resume_size=n_here,
+        headers=dict(remote.headers),
+        expected_size=remote.size,
+        displayed_filename=PurePosixPath(shown.rpartition(":")[2]).name,
+    )
+
+
+def _check_room(remote: _Remote, folder: Path, n_here: int, *, shown: str) -> None:
+    n_free = shutil.disk_usage(folder).free
+    n_missing = (remote.size or 0) - n_here
+    if n_missing > n_free:
+        reason = f"{folder} has {n_free / 1e6:.1f} MB free, the download needs {n_missing / 1e6:.1f} MB"
         raise ModelError(shown, reason)
 
 

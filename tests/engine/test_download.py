@@ -5,6 +5,8 @@ import os
 import pty
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import termios
@@ -51,6 +53,7 @@ class FakeHub:
     error: tuple[int, str] | None = None  # status and X-Error-Code of every answer
     cut_after: int | None = None  # the next body ends after so many bytes
     hold: threading.Event | None = None  # ... and its connection stays open until this is set
+    resets: bool = False  # ... and its connection is reset rather than closed
     ignores_ranges: bool = False
     etags: dict[str, str] = field(default_factory=dict)  # instead of the sha256
     port: int = 0
@@ -120,6 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub.cut_after = None
         if hub.hold is not None:
             hub.hold.wait(timeout=60)
+        if hub.resets:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.wfile.flush()
+            self.connection.close()
         self.close_connection = True
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
@@ -323,6 +330,18 @@ def test_killed_download_is_continued_by_the_next_process(hub: FakeHub, tmp_path
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert Path(again.stdout.strip()).read_bytes() == hub.files["big.gguf"]
     assert hub.gets[-1]["Range"] == f"bytes={step}-"
+
+
+def test_reset_connection_is_continued_at_once(hub: FakeHub) -> None:
+    hub.files["tiny.gguf"] = CONTENT
+    hub.cut_after, hub.resets = 200_000, True
+    assert resolve(f"{REPO}:tiny.gguf").path.read_bytes() == CONTENT
+    assert len(hub.gets) == 2
+
+
+def test_signature_in_a_url_is_not_told(hub: FakeHub) -> None:
+    text = refusal(url=f"http://user:secret@127.0.0.1:{hub.port}/files/gone.gguf?signature=secret")
+    assert text == f"{hub.endpoint}/files/gone.gguf: 127.0.0.1:{hub.port} answered 404 Not Found"
 
 
 def test_server_that_ignores_ranges_is_asked_for_everything_anew(hub: FakeHub) -> None:
