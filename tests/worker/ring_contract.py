@@ -33,10 +33,10 @@ HEARTBEAT = Heartbeat(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until something is so."""
+    """Let the event loop run until something is so, without keeping a core from the decode."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - of objects that have no event to wait for
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 class NotingListener:
