@@ -1,26 +1,29 @@
-"""Mends what hypercorn 0.18 does with clients that do not read. The only module that reaches into it.
+"""Mends what hypercorn 0.18 does with clients that do not read, or that leave.
 
 1. On HTTP/2, `send()` never waited for a client whose window is shut: now it waits while a stream holds more
    than `STREAM_BUFFER_BYTES`, and a stream or connection that ends lets go of whoever waits.
 2. An HTTP/2 answer broken off was left open for ever: now its stream is reset.
 3. HTTP/2 data that arrives for a stream already answered broke the whole connection: now it is dropped.
 4. Closing a connection waited without end for its unread bytes: now for `CLOSE_TIMEOUT_S`.
+5. A connection its client had closed was held until the keep-alive time was over: now it is closed at once.
 
-Called by: `serving.py`, once, before it serves.
+The only module that reaches into hypercorn. Called by: `serving.py`, once, before it serves.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import h2.errors
 import h2.events
 import hypercorn.asyncio.run
 import hypercorn.protocol
 from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import AsyncioSingleTask
 from hypercorn.events import Closed, Event
 from hypercorn.protocol.events import Body, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.typing import TaskGroup
 
 STREAM_BUFFER_BYTES = 64 * 1024
 CLOSE_TIMEOUT_S = 5.0
@@ -30,11 +33,16 @@ CLOSE_AT_END_TIMEOUT_S = 0.5  # while the server shuts down
 def install() -> None:
     """Put the mended classes where hypercorn looks for its own."""
     vars(hypercorn.protocol)["H2Protocol"] = FlowControlledH2
-    vars(hypercorn.asyncio.run)["TCPServer"] = BoundedClose
+    vars(hypercorn.asyncio.run)["TCPServer"] = ClosingConnection
 
 
-class BoundedClose(TCPServer):
-    """A connection whose closing ends."""
+class ClosingConnection(TCPServer):
+    """A connection that is closed when its client is gone, and whose closing ends."""
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
+        self.idle_task = _NoIdleTask()
 
     async def _close(self) -> None:
         transport = self.writer.transport
@@ -45,6 +53,13 @@ class BoundedClose(TCPServer):
         finally:
             timer.cancel()
             transport.abort()  # nothing, unless the wait was cancelled
+
+
+class _NoIdleTask(AsyncioSingleTask):
+    """No wait for a further request: an answer that ends after its client left would begin it again."""
+
+    async def restart(self, task_group: TaskGroup, action: Callable[..., object]) -> None:
+        pass
 
 
 class FlowControlledH2(H2Protocol):

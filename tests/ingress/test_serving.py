@@ -131,6 +131,22 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("when", ["idle", "in an answer"])
+async def test_a_connection_its_client_has_closed_is_closed_at_once(when: str) -> None:
+    async with serving() as server:
+        worker = ScriptedWorker(server.gateway)
+        if when == "idle":
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"}]")
+        else:
+            reader, writer, _ = await begin(server, worker)
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            await reader.read()
+        writer.close()
+
+
 async def test_the_socket_is_closed_after_it_served() -> None:
     async with serving() as server:
         pass
