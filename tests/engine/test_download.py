@@ -55,6 +55,7 @@ class FakeHub:
     hold: threading.Event | None = None  # ... and its connection stays open until this is set
     resets: bool = False  # ... and its connection is reset rather than closed
     ignores_ranges: bool = False
+    swap: dict[str, bytes] = field(default_factory=dict)  # the files after the next answer of one
     etags: dict[str, str] = field(default_factory=dict)  # instead of the sha256
     port: int = 0
 
@@ -110,6 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             end = int(last) + 1 if last else len(content)
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
             content, status = content[int(first) : end], 206
+        hub.files |= hub.swap
         self._head(status, headers | {"Content-Length": str(len(content))})
         if self.command == "GET":
             self._body(content)
@@ -360,6 +362,16 @@ def test_rest_of_another_version_is_never_joined(
     hub.files["tiny.gguf"] = newer = CONTENT[::-1]
     assert resolve(url=url).path.read_bytes() == newer
     assert list(tmp_path.rglob("*.incomplete")) == []
+
+
+def test_file_that_changes_while_it_is_asked_for_is_never_joined(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.files["tiny.gguf"] = CONTENT
+    url = f"{hub.endpoint}/files/tiny.gguf"
+    break_off(hub, monkeypatch, url=url)
+    hub.swap["tiny.gguf"] = CONTENT[::-1]
+    assert resolve(url=url).path.read_bytes() == CONTENT[::-1]
 
 
 # --- never opened half-written ---------------------------------------------------------------------------

@@ -42,9 +42,11 @@ class Victim:
             sound = file.read(len(data))
             file.seek(offset)
             file.write(data)
-            yield
-            file.seek(offset)
-            file.write(sound)
+            try:
+                yield
+            finally:
+                file.seek(offset)
+                file.write(sound)
 
 
 @pytest.fixture(scope="module")
