@@ -1,7 +1,10 @@
-"""One browser for all tests of the page; one scripted server for each."""
+"""One browser and one real server for all tests of the page; a scripted server for each that needs one."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from selenium.webdriver import Chrome
@@ -27,6 +30,20 @@ def api() -> Iterator[FakeApi]:
     """A scripted server. Its port is new each time, so the browser holds nothing of an earlier test."""
     with FakeApi(Answer(pieces=("Hello", " there"))) as api:
         yield api
+
+
+@pytest.fixture(scope="session")
+def llm_serve(smollm2: Path) -> Iterator[str]:
+    """The address of a real `llm-serve`: two slots, and no place to wait in."""
+    command = Path(sys.executable).with_name("llm-serve")
+    flags = ["--port", "0", "--max-inflight", "2", "--ring-streams", "2", "--drain-timeout", "1"]
+    process = subprocess.Popen([command, "--model", smollm2, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
 
 
 @pytest.fixture

@@ -342,6 +342,14 @@ def test_thought_is_folded_and_not_sent_back(page: ChatPage, api: FakeApi, openi
     assert api.bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
 
 
+def test_thought_being_written_is_folded_too(page: ChatPage, api: FakeApi) -> None:
+    api.then(held("<think>Let me see"))
+    page.say("Is it?")
+    page.until(lambda: page.texts(".thought summary") == ["Thinking"])
+    assert page.answers in ([], [""])
+    assert page.texts(".waiting") == []
+
+
 def test_max_tokens_is_sent_as_a_number(page: ChatPage, api: FakeApi) -> None:
     page.find("#max-tokens").send_keys("32")
     page.ask("Hi")

@@ -49,6 +49,10 @@ def f(x):
 ```
 ---
 The end<br>
+--- no rule
+``` no `fence`
+a | b
+|-|-| no table
 """
 
 HOSTILE = [
@@ -144,6 +148,16 @@ def test_policy_refuses_markup_from_strings_and_other_hosts(page: ChatPage) -> N
 
 
 @pytest.mark.browser
+def test_mark_without_an_end_is_looked_for_once(page: ChatPage) -> None:
+    n_searches = page.script(
+        "const real = closingMark; let n = 0;"
+        "closingMark = (...all) => { n += 1; return real(...all) };"
+        "inline('**a '.repeat(100)); return n"
+    )
+    assert n_searches == 1
+
+
+@pytest.mark.browser
 @pytest.mark.parametrize(
     "text",
     [
@@ -158,8 +172,7 @@ def test_policy_refuses_markup_from_strings_and_other_hosts(page: ChatPage) -> N
     ids=["brackets", "stars", "double stars", "backticks", "code", "quotes", "items"],
 )
 def test_page_survives_text_made_to_be_slow(page: ChatPage, text: str) -> None:
-    """Work that grew with the square, or a call per mark, would run into the browser's limits here."""
-    page.driver.set_script_timeout(20)
+    """A call inside a call for each mark would run out of stack here."""
     render(page, text)
 
 
@@ -290,10 +303,11 @@ def test_patching_keeps_the_nodes_a_reader_may_have_selected(page: ChatPage) -> 
 # --- Server-sent events
 
 STREAM = (
-    "\ufeffdata: plain\r\n\r\n: a comment\n\ndata:no space\n\nevent: x\nid: 7\ndata: two\ndata: lines\n\n"
-    "data: café ☕ 漢字 🙂\r\rdata\n\nretry: 10\n\ndata:  kept space\n\ndata: [DONE]\n\ndata: cut"
+    "\ufeffdata: cr\r\ndata: lf\r\n\r\n: a comment\n\ndata:no space\n\n"
+    "event: x\nid: 7\ndata: two\ndata: lines\n\ndata: café ☕ 漢字 🙂\r\rdata\n\n"
+    "retry: 10\n\ndata:  kept space\n\ndata: [DONE]\n\ndata: cut"
 )
-EVENTS = ["plain", "no space", "two\nlines", "café ☕ 漢字 🙂", "", " kept space", "[DONE]"]
+EVENTS = ["cr\nlf", "no space", "two\nlines", "café ☕ 漢字 🙂", "", " kept space", "[DONE]"]
 
 READ_PARTS = """
 const [parts, done] = arguments;
