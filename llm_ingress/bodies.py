@@ -57,8 +57,8 @@ class _Reading:
 
     def __init__(self, bodies: Bodies, n_declared: int) -> None:
         self._bodies = bodies
-        self._chunks: list[bytes] = []
-        self._n_read = 0
+        # Grown in one piece: thousands of small ones would leave the heap in holes, and the process large.
+        self._body = bytearray()
         self.n_reserved = 0
         self._reserve_up_to(n_declared)
 
@@ -68,12 +68,10 @@ class _Reading:
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             data = message.get("body", b"")
-            if data:
-                self._n_read += len(data)
-                self._reserve_up_to(self._n_read)
-                self._chunks.append(data)
+            self._reserve_up_to(len(self._body) + len(data))
+            self._body += data
             if not message.get("more_body", False):
-                return b"".join(self._chunks)
+                return bytes(self._body)
 
     def _reserve_up_to(self, n_bytes: int) -> None:
         n_more = n_bytes - self.n_reserved

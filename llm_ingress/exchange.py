@@ -109,6 +109,8 @@ class Exchange:
                 self._flush_timer.cancel()
             self._gateway.leave(lane)
             self._log_end(lane)
+            # Lane and task both lead back here: without this their bodies wait for the garbage collector.
+            self._lane = self._task = None
 
     async def _answer(self, lane: Lane) -> None:
         while lane.outcome is None and not lane.unread:

@@ -1,6 +1,7 @@
 """The HTTP surface over a real hypercorn on loopback and the real gateway; only the worker is scripted."""
 
 import asyncio
+import gc
 import json
 import socket
 import struct
@@ -12,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.gateway import Gateway, GatewayConfig, Lane
 from llm_ingress.public import PublicConfig
 from llm_ingress.wire import FinishReason, Head
 from tests.ingress.scripted import (
@@ -606,6 +607,23 @@ async def test_curl_reads_the_refusal_of_its_upload(version: str) -> None:
         )
         out, _ = await curl.communicate(b" " * 17_000_000)
         assert out == b"413"
+
+
+async def test_an_answered_request_needs_no_garbage_collector(
+    server: Server, worker: ScriptedWorker, client: httpx.AsyncClient
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            answer = post(client, stream=True)
+            worker.answer(await worker.granted(), "x")
+            await answer
+        await server.counts()
+        await client.get("/health")
+        assert not [each for each in gc.get_objects() if isinstance(each, Lane)]
+    finally:
+        gc.enable()
 
 
 # --- slow readers ---------------------------------------------------------------------------------------
