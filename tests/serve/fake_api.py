@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,8 +73,7 @@ class FakeApi:
         self.n_health = 0
         self._replies = deque(replies)
         self._changed = threading.Condition()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler_of(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(HOLD_POLL_S,))
 
     @property
@@ -133,6 +132,30 @@ class FakeApi:
         self._server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    """Ends its connections when it is closed: a browser keeps some for later, and then nobody must answer."""
+
+    daemon_threads = False  # so that closing waits for the handlers
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._connections: set[Any] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        for connection in tuple(self._connections):
+            with suppress(OSError):  # it may end by itself just now
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+
 class ClientLeft(Exception):
     """The connection was closed from the other side while an answer was being written."""
 
@@ -174,9 +197,11 @@ def _handler_of(api: FakeApi) -> type[BaseHTTPRequestHandler]:
 
         def _whole(self, status: int, kind: str, data: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
-            # No connection outlives its answer, so that a closed server is really gone.
-            fixed = {"content-type": kind, "content-length": str(len(data)), "connection": "close"}
-            for name, value in {**fixed, **(headers or {})}.items():
+            for name, value in {
+                "content-type": kind,
+                "content-length": str(len(data)),
+                **(headers or {}),
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
