@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("engine", "relay")
+NAMES = ("engine", "http", "relay")
 
 
 def main() -> int:

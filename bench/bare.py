@@ -51,6 +51,12 @@ class BareLoop:
         llama.free_context(self._context)
         self._model.close()
 
+    def tokenize(self, text: str) -> list[int]:
+        """One user message as the engine would prepare it."""
+        template = self._model.template
+        assert template is not None, "the model has no chat template"
+        return self._model.tokenize(template.render([{"role": "user", "content": text}], think=False))
+
     def run(self, prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
         """Generate up to `n_out` tokens for each prompt, all together; one that ends leaves the batch."""
         started = time.perf_counter()

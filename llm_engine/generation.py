@@ -106,14 +106,16 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None, listener: Listener | None) -> None:
         self.loop = loop
-        self.listener = listener
+        self.is_over = False  # its end was put
+        self._listener = listener
         self._events: deque[Event] = deque()
         self._arrived: asyncio.Future[None] | None = None
         self._thread_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def put(self, event: Event) -> None:
-        if self.listener is not None:
-            self.listener(event)
+        self.is_over = not isinstance(event, Delta)
+        if self._listener is not None:
+            self._listener(event)
         elif self.loop is None:
             self._thread_events.put(event)
         else:
@@ -123,8 +125,8 @@ class Mailbox:
 
     def mute(self) -> None:
         """Let a listener hear nothing more."""
-        if self.listener is not None:
-            self.listener = _ignore
+        if self._listener is not None:
+            self._listener = _ignore
 
     async def next(self) -> Event:
         assert self.loop is not None, "submitted without a running event loop: iterate with `for`"
@@ -160,7 +162,7 @@ class Generation:
     def __init__(self, mailbox: Mailbox, control: Callable[[Mailbox, Control], None]) -> None:
         self._mailbox = mailbox
         self._control = control
-        self._is_over = False
+        self._is_read = False  # to its end
 
     def cancel(self) -> None:
         """End it; an iterator then comes to `Finished` with reason cancelled, a listener to nothing."""
@@ -177,8 +179,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs. Idempotent."""
-        if not self._is_over:
-            self._is_over = True
+        if not self._mailbox.is_over:
             self.cancel()
 
     def __enter__(self) -> Self:
@@ -194,7 +195,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Event:
-        if self._is_over:
+        if self._is_read:
             raise StopAsyncIteration
         return self._take(await self._mailbox.next())
 
@@ -202,10 +203,10 @@ class Generation:
         return self
 
     def __next__(self) -> Event:
-        if self._is_over:
+        if self._is_read:
             raise StopIteration
         return self._take(self._mailbox.next_in_thread())
 
     def _take(self, event: Event) -> Event:
-        self._is_over = not isinstance(event, Delta)
+        self._is_read = not isinstance(event, Delta)
         return event

@@ -14,7 +14,7 @@ import orjson
 
 from llm_engine.generation import Delta, StopReason
 from llm_ingress.wire import Head, LaneRef
-from llm_worker.progress import Finish, Start, pack_finish, pack_start, pack_text, pack_tokens
+from llm_worker.progress import ChoiceProgress, Finish, Start, pack_finish, pack_start, pack_text, pack_tokens
 from llm_worker.ring import Ring
 
 DONE = b"data: [DONE]\n\n"
@@ -117,55 +117,71 @@ class Answer(Protocol):
 
 
 class StreamedAnswer:
-    """An answer sent chunk by chunk."""
+    """An answer sent chunk by chunk.
+
+    The role chunk goes with the first token, so that nothing is sent while a failure can still be a status,
+    and the time to the first byte is the time to the first token. `earlier` is what a lost attempt sent.
+    """
 
     def __init__(
-        self, ring: Ring, ref: LaneRef, encoder: ChunkEncoder, start: Start, *, continued: bool
+        self, ring: Ring, ref: LaneRef, encoder: ChunkEncoder, start: Start, *, earlier: ChoiceProgress | None
     ) -> None:
         self._ring = ring
         self._ref = ref
         self._encoder = encoder
         self._start = start
-        self._continued = continued
+        self._is_new = earlier is None
+        self._role_is_due = earlier is None or not earlier.tokens
         self._held = ""
 
     def begin(self) -> None:
         self._ring.head(self._ref, STREAM_HEAD)
-        if not self._continued:
-            self._ring.body(self._ref, self._encoder.role(), pack_start(self._start))
+        if self._is_new:
+            self._ring.body(self._ref, b"", pack_start(self._start))
 
     def delta(self, delta: Delta) -> None:
-        if not delta.tokens:
-            # Text without tokens would leave no trace in the progress, and a continuation would repeat it.
-            self._held += delta.text
-            return
-        text = self._held + delta.text
-        self._held = ""
-        self._ring.body(self._ref, self._encoder.text(text) if text else b"", pack_tokens(delta.tokens))
+        self._held += delta.text
+        # Text without tokens would leave no trace in the progress, and a continuation would repeat it.
+        if delta.tokens:
+            self._ring.body(self._ref, self._take_chunks(), pack_tokens(delta.tokens))
 
     def finish(self, reason: StopReason, usage: Usage) -> None:
-        text = self._encoder.text(self._held) if self._held else b""
         ending = self._encoder.ending(reason, usage)
-        self._ring.body(self._ref, text + ending, _pack_finish(reason, usage))
+        self._ring.body(self._ref, self._take_chunks() + ending, _pack_finish(reason, usage))
+
+    def _take_chunks(self) -> bytes:
+        """What may be sent now: the role if it is due, and a chunk of text if there is any."""
+        text, self._held = self._held, ""
+        chunk = self._encoder.text(text) if text else b""
+        if self._role_is_due:
+            self._role_is_due = False
+            return self._encoder.role() + chunk
+        return chunk
 
 
 class WholeAnswer:
     """An answer sent as one JSON object at its end. Its text travels as progress until then."""
 
     def __init__(
-        self, ring: Ring, ref: LaneRef, encoder: CompletionEncoder, start: Start, *, earlier: list[str] | None
+        self,
+        ring: Ring,
+        ref: LaneRef,
+        encoder: CompletionEncoder,
+        start: Start,
+        *,
+        earlier: ChoiceProgress | None,
     ) -> None:
         self._ring = ring
         self._ref = ref
         self._encoder = encoder
         self._start = start
-        self._continued = earlier is not None
-        self._pieces = earlier or []
+        self._is_new = earlier is None
+        self._pieces = [] if earlier is None else list(earlier.pieces)
         self._held = ""
 
     def begin(self) -> None:
         # The head waits for the end: until then a failure can still be a status of its own.
-        if not self._continued:
+        if self._is_new:
             self._ring.body(self._ref, b"", pack_start(self._start))
 
     def delta(self, delta: Delta) -> None:

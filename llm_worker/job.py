@@ -245,6 +245,5 @@ def open_answer(ring: Ring, ref: LaneRef, ready: PreparedJob) -> Answer:
     )
     if ready.chat.streams:
         chunks = ChunkEncoder(identity, include_usage=ready.chat.include_usage)
-        return StreamedAnswer(ring, ref, chunks, start, continued=earlier is not None)
-    pieces = None if earlier is None else earlier.pieces
-    return WholeAnswer(ring, ref, CompletionEncoder(identity), start, earlier=pieces)
+        return StreamedAnswer(ring, ref, chunks, start, earlier=earlier)
+    return WholeAnswer(ring, ref, CompletionEncoder(identity), start, earlier=earlier)
