@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,11 +22,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
+        default=os.environ.get("MODEL_PATH"),
         metavar="NAME",
-        help=f"a GGUF path, REPO, REPO:FILE, or smollm2 (default: {DEFAULT_MODEL})",
+        help=f"a GGUF path, REPO, REPO:FILE, or smollm2 (default: {DEFAULT_MODEL}; environment: MODEL_PATH)",
     )
-    model.add_argument("--model-url", metavar="URL", help="fetch the GGUF from a plain URL instead")
-    model.add_argument("--no-download", action="store_true", help="never use the network; fail if not cached")
+    model.add_argument(
+        "--model-url",
+        default=os.environ.get("MODEL_URL"),
+        metavar="URL",
+        help="fetch the GGUF from a plain URL instead (environment: MODEL_URL)",
+    )
+    model.add_argument(
+        "--no-download",
+        action="store_true",
+        default=os.environ.get("SKIP_MODEL_DOWNLOAD") == "1",
+        help="never use the network; fail if it is not cached (environment: SKIP_MODEL_DOWNLOAD=1)",
+    )
     model.add_argument("--mlock", action="store_true", help="keep the weights in RAM, never swapped")
     engine = parser.add_argument_group("engine")
     engine.add_argument(

@@ -10,7 +10,6 @@ import logging
 import random
 import threading
 import time
-from dataclasses import dataclass
 from typing import Self
 
 from llm_engine import gguf
@@ -30,6 +29,7 @@ from llm_engine.generation import (
 )
 from llm_engine.gguf import ModelFile
 from llm_engine.header import check_header
+from llm_engine.info import Capacity, EngineInfo
 from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
 from llm_engine.model import Model
 from llm_engine.sampling import Sampler
@@ -39,34 +39,6 @@ from llm_engine.text import TextAssembler
 from llm_engine.trial import try_load
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """What is loaded."""
-
-    name: str
-    aliases: tuple[str, ...]
-    file: str
-    n_params: int
-    n_ctx: int  # tokens one slot holds
-    n_ctx_train: int
-    max_inflight: int
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """How busy the engine is now."""
-
-    inflight: int  # accepted and still running, waiting ones included
-    decoding: int  # in the current batch
-    max_inflight: int
-    available_slots: int
-    step_ms: float
-    step_age_s: float
-    kv_promised_tokens: int
-    tokens_per_second: float
 
 
 class Engine:

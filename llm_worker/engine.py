@@ -4,13 +4,10 @@
 source of tokens could stand under a worker, and so that the worker is tested without a model.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from llm_engine.generation import GenerateRequest, Listener, Prepared
-
-if TYPE_CHECKING:
-    # At run time this would load llama.cpp.
-    from llm_engine.engine import Capacity, EngineInfo
+from llm_engine.info import Capacity, EngineInfo
 
 
 class RunningGeneration(Protocol):
@@ -30,7 +27,7 @@ class TextEngine(Protocol):
     """An engine with its model resident."""
 
     @property
-    def info(self) -> "EngineInfo": ...
+    def info(self) -> EngineInfo: ...
 
     def prepare(self, request: GenerateRequest, /) -> Prepared:
         """Template, tokenise and measure. Thread: any. Raises: RequestError."""
@@ -41,5 +38,5 @@ class TextEngine(Protocol):
         Raises: EngineBusy, EngineClosed.
         """
 
-    def capacity(self) -> "Capacity":
+    def capacity(self) -> Capacity:
         """How busy it is now. Thread: any."""

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from llm_engine.engine import Capacity, EngineInfo
 from llm_engine.errors import EngineBusy, EngineClosed, EngineError, PromptTooLong, TemplateRefused
 from llm_engine.generation import Delta, Failed, Finished, GenerateRequest, Listener, Prepared, StopReason
+from llm_engine.info import Capacity, EngineInfo
 from llm_engine.text import TextAssembler
 from llm_ingress.wire import End, Fail, Grant, Head, Heartbeat, Hello, LaneRef
 from llm_worker.ring import RingListener

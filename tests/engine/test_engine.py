@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llm_engine.config import EngineConfig
-from llm_engine.engine import Engine, EngineInfo
+from llm_engine.engine import Engine
 from llm_engine.errors import (
     BackendError,
     ConfigError,
@@ -20,6 +20,7 @@ from llm_engine.errors import (
     TemplateRefused,
 )
 from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
+from llm_engine.info import EngineInfo
 from llm_engine.sampling import SamplingParams
 from tests.engine.fake_backend import ByteVocabulary, FakeBackend, Reply, echo, forever
 

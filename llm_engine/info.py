@@ -1,0 +1,31 @@
+"""What an engine tells about itself: facts for its caller, with nothing of llama.cpp in them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What is loaded."""
+
+    name: str
+    aliases: tuple[str, ...]
+    file: str
+    n_params: int
+    n_ctx: int  # tokens one slot holds
+    n_ctx_train: int
+    max_inflight: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """How busy the engine is now."""
+
+    inflight: int  # accepted and still running, waiting ones included
+    decoding: int  # in the current batch
+    max_inflight: int
+    available_slots: int
+    step_ms: float
+    step_age_s: float
+    kv_promised_tokens: int
+    tokens_per_second: float
