@@ -243,13 +243,15 @@ def test_unfinished_marks_show_what_they_will_become(page: ChatPage) -> None:
 
 
 @pytest.mark.browser
-def test_growing_text_is_shown_at_every_length_as_if_it_had_come_at_once(page: ChatPage) -> None:
+@pytest.mark.parametrize("before", ["", "One block more.\n\n"], ids=["as it is", "a block later"])
+def test_growing_text_is_shown_at_every_length_as_if_it_had_come_at_once(page: ChatPage, before: str) -> None:
+    """Which blocks are still open when a boundary moves depends on how many came before."""
     differing = page.script(
         "const grown = document.createElement('div'); const view = new Markdown(grown);"
         "return [...arguments[0]].map((_, i) => arguments[0].slice(0, i + 1)).filter((text) => {"
         "  const whole = document.createElement('div'); new Markdown(whole).update(text, true);"
         "  view.update(text, true); return whole.innerHTML !== grown.innerHTML })",
-        DOCUMENT,
+        before + DOCUMENT,
     )
     assert differing == []
 
