@@ -25,6 +25,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # JSON has one kind of number: many encoders write a billion tokens as 1e9 or 1000000000.0.
 TokenLimit: TypeAlias = Annotated[int, Meta(ge=1)] | Annotated[float, Meta(ge=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+RepeatPenalty: TypeAlias = Annotated[float, Meta(ge=0.1, le=10)]
 Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=STOP_MAX_CHARS)]
 
 
@@ -83,8 +84,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repeat_penalty: RepeatPenalty | None = None
+    repetition_penalty: RepeatPenalty | None = None
 
     think: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
