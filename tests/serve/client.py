@@ -5,6 +5,7 @@ What the official client would hide is what these tests are about; where they us
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -141,9 +142,18 @@ class Connection:
 
 
 @asynccontextmanager
-async def sending(server: LlmServe, headers: str, data: bytes = b"") -> AsyncIterator[Connection]:
-    """Send what is given as a body; the connection is to end with the answer, or with the block."""
-    connection = Connection(*await asyncio.open_connection(*server.address))
+async def sending(
+    server: LlmServe, headers: str, data: bytes = b"", *, room_bytes: int = 2**16
+) -> AsyncIterator[Connection]:
+    """Send what is given as a body; the connection is to end with the answer, or with the block.
+
+    `room_bytes` is about what this side takes in beyond what was read.
+    """
+    wire = socket.socket()
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room_bytes)
+    wire.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(wire, server.address)
+    connection = Connection(*await asyncio.open_connection(sock=wire, limit=room_bytes))
     try:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
         await connection.write(f"{head}{headers}\r\n".encode() + data)
@@ -153,8 +163,11 @@ async def sending(server: LlmServe, headers: str, data: bytes = b"") -> AsyncIte
 
 
 @asynccontextmanager
-async def asking(server: LlmServe, body: Json) -> AsyncIterator[Connection]:
+async def asking(
+    server: LlmServe, body: Json, headers: str = "", *, room_bytes: int = 2**16
+) -> AsyncIterator[Connection]:
     """Send a question."""
     data = json.dumps(body).encode()
-    async with sending(server, f"Content-Length: {len(data)}\r\n", data) as connection:
+    headers += f"Content-Length: {len(data)}\r\n"
+    async with sending(server, headers, data, room_bytes=room_bytes) as connection:
         yield connection

@@ -65,6 +65,11 @@ class LlmServe:
         """The lines of its log that hold one of these words."""
         return [line for line in self.log.read_text().splitlines() if any(word in line for word in words)]
 
+    def memory_bytes(self) -> int:
+        """What it holds of the machine's memory."""
+        n_pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return n_pages * os.sysconf("SC_PAGE_SIZE")
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 

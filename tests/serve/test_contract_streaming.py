@@ -15,6 +15,7 @@ pytestmark = pytest.mark.model
 
 EMOJI = "Reply with only emoji: happy, sad, party."  # each of them takes several tokens
 JAPANESE = "Repeat exactly: 日本語のテキスト"
+NOTHING = "word " * 100  # answered by the end of generation as the first token
 LINES = "List three colours, one per line."
 
 QUESTIONS = [
@@ -24,6 +25,7 @@ QUESTIONS = [
     pytest.param(chat(EMOJI, max_tokens=7), id="ends in half a character"),
     pytest.param(chat("hi", stop=["Hello"]), id="stops before its first text"),
     pytest.param(chat("hi", stop=["assist you"]), id="stops midway"),
+    pytest.param(chat(NOTHING), id="says nothing"),
     pytest.param(chat(LINES, stop="\n3."), id="stops at a line"),
     pytest.param(chat(STORY, max_tokens=16, temperature=1, seed=5), id="drawn by chance"),
 ]
@@ -128,7 +130,7 @@ async def test_every_chunk_is_of_one_answer_and_of_the_sdks_shape(client: Client
 @pytest.mark.parametrize("n_streams", [16, pytest.param(200, marks=pytest.mark.slow)])
 async def test_every_stream_ends_with_one_finish_reason(client: Client, n_streams: int) -> None:
     chance = random.Random(4)
-    questions = ("Reply with nothing", "hi", EMOJI, JAPANESE)
+    questions = ("Reply with nothing", NOTHING, "hi", EMOJI, JAPANESE)
     asked = [
         client.chunks(
             chance.choice(questions),
