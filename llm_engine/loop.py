@@ -158,7 +158,7 @@ class Loop:
         since = old.ended_at if old.ended_at is not None else started
         rate = n_sampled / max(ended - since, 1e-6)
         self.stats = StepStats(
-            n_decoding=plan.n_decoding,
+            n_decoding=self._scheduler.n_decoding,
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,
