@@ -103,17 +103,20 @@ async def test_a_second_signal_ends_it_at_once(log: Path, number: int) -> None:
     assert server.lines(" ERROR ", "Traceback") == []
 
 
-async def test_ctrl_c_while_the_model_loads_ends_it() -> None:
+@pytest.mark.parametrize("moment_s", [0.0, 0.15, 0.3, 0.45, 0.6])
+async def test_ctrl_c_ends_it_however_far_it_has_loaded(moment_s: float) -> None:
     process = subprocess.Popen([COMMAND, *LOADED, "--port", "0"], stdout=subprocess.PIPE)
     try:
         while ".gguf" not in Path(f"/proc/{process.pid}/maps").read_text():
             assert process.poll() is None
             await asyncio.sleep(POLL_S)
+        await asyncio.sleep(moment_s)
         process.send_signal(signal.SIGINT)
-        said, _ = await asyncio.to_thread(process.communicate, timeout=AT_ONCE_S)
+        await asyncio.to_thread(process.communicate, timeout=AT_ONCE_S)
     finally:
         process.kill()
-    assert (said, process.returncode) == (b"", -signal.SIGINT)
+    # 0 from the moment on that it serves.
+    assert process.returncode in (-signal.SIGINT, 0)
 
 
 # --- the start ------------------------------------------------------------------------------------------
