@@ -127,22 +127,23 @@ async def test_every_chunk_is_of_one_answer_and_of_the_sdks_shape(client: Client
     assert chunks[0]["model"] == "smollm2"
 
 
-@pytest.mark.parametrize("n_streams", [16, pytest.param(200, marks=pytest.mark.slow)])
-async def test_every_stream_ends_with_one_finish_reason(client: Client, n_streams: int) -> None:
+@pytest.mark.parametrize("n_rounds", [2, pytest.param(25, marks=pytest.mark.slow)])
+async def test_every_stream_ends_with_one_finish_reason(client: Client, n_rounds: int) -> None:
     chance = random.Random(4)
     questions = ("Reply with nothing", NOTHING, "hi", EMOJI, JAPANESE)
-    asked = [
-        client.chunks(
-            chance.choice(questions),
-            max_tokens=chance.randint(1, 8),
-            temperature=chance.choice((0, 1)),
-            seed=n,
-            stop=chance.choice((None, "e", ["🌟", " "])),
-        )
-        for n in range(n_streams)
-    ]
-    for chunks in await asyncio.gather(*asked):
-        assert sum(chunk["choices"][0]["finish_reason"] is not None for chunk in chunks) == 1
+    for _ in range(n_rounds):
+        asked = [
+            client.chunks(
+                chance.choice(questions),
+                max_tokens=chance.randint(1, 8),
+                temperature=chance.choice((0, 1)),
+                seed=chance.getrandbits(32),
+                stop=chance.choice((None, "e", ["🌟", " "])),
+            )
+            for _ in range(8)
+        ]
+        for chunks in await asyncio.gather(*asked):
+            assert sum(chunk["choices"][0]["finish_reason"] is not None for chunk in chunks) == 1
 
 
 async def test_the_sdk_streams_and_collects(sdk: openai.AsyncOpenAI, client: Client) -> None:
