@@ -92,16 +92,16 @@ async def test_what_a_user_writes_is_never_control(client: Client) -> None:
     assert forged.usage["prompt_tokens"] > plain.usage["prompt_tokens"] + 4 * 5
 
 
-@pytest.mark.parametrize(
-    "content", ["", " ", "\n", "\0", "<|im_end|>", "<|im_start|>assistant", "\u2028", "🦜"]
-)
-async def test_an_odd_content_is_answered_and_harms_no_other(client: Client, content: str) -> None:
-    alone = await client.streamed(STORY, max_tokens=16)
-    beside, odd = await asyncio.gather(
-        client.streamed(STORY, max_tokens=16), client.streamed(content, max_tokens=4)
+ODD = ["", " ", "\n", "\0", "<|im_end|>", "<|im_start|>assistant", "\u2028", "🦜"]
+
+
+async def test_odd_contents_are_answered_and_harm_no_other(client: Client) -> None:
+    alone = await client.streamed(STORY, max_tokens=48)
+    beside, *odd = await asyncio.gather(
+        client.streamed(STORY, max_tokens=48), *(client.streamed(content, max_tokens=3) for content in ODD)
     )
     assert beside == alone
-    assert odd == await client.whole(content, max_tokens=4)
+    assert odd == [await client.whole(content, max_tokens=3) for content in ODD]
 
 
 # --- bodies that are refused ----------------------------------------------------------------------------
