@@ -83,7 +83,10 @@ class Engine:
         with self._model_in_use() as model:
             if model.template is None:
                 raise TemplateRefused("this model carries no chat template")
-            prompt = model.tokenize(model.template.render(request.messages, request.think))
+            segments = model.template.render(request.messages, request.think)
+            if (n_at_least := model.n_tokens_at_least(segments)) > self.info.n_ctx:
+                raise PromptTooLong(n_at_least, self.info.n_ctx)
+            prompt = model.tokenize(segments)
         room = self.info.n_ctx - len(prompt)
         if room < 1:
             raise PromptTooLong(len(prompt), self.info.n_ctx)

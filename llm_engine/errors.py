@@ -34,7 +34,10 @@ class RequestError(EngineError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt alone leaves no room for one token in a slot's context."""
+    """The prompt alone leaves no room for one token in a slot's context.
+
+    `n_prompt` is a lower bound for a prompt so long that it was not tokenised.
+    """
 
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
         super().__init__(f"the prompt has {n_prompt} tokens, the context holds {n_ctx}")

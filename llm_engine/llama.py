@@ -207,6 +207,11 @@ def token_text(v: VocabPointer, token: int) -> str:
     return text.decode("utf-8", "replace")
 
 
+def longest_token_bytes(v: VocabPointer) -> int:
+    """No token's piece is longer: the vocabulary spells a byte of text with one byte or more."""
+    return max(len(_vocab_get_text(v, token)) for token in range(n_vocab(v)))
+
+
 def token_attr(v: VocabPointer, token: int) -> TokenAttr:
     return TokenAttr(_vocab_get_attr(v, token) & (TokenAttr.UNKNOWN | TokenAttr.CONTROL))
 

@@ -32,6 +32,7 @@ class Model:
         self.n_params = llama.n_params(pointer)
         self.n_ctx_train = llama.n_ctx_train(pointer)
         self._eog = frozenset(t for t in range(self.n_vocab) if llama.is_end_of_generation(self._vocab, t))
+        self._longest_token_bytes = llama.longest_token_bytes(self._vocab)
         self._pieces: dict[int, bytes] = {}
 
     @classmethod
@@ -71,6 +72,10 @@ class Model:
             adds_start = index == 0 and not (bos and text.startswith(bos))
             tokens += llama.tokenize(self._vocab, text, add_special=adds_start, parse_special=True)
         return tokens
+
+    def n_tokens_at_least(self, segments: tuple[str, ...]) -> int:
+        """A bound that costs nothing: tokenising megabytes takes seconds."""
+        return sum(len(text.encode()) for text in segments) // self._longest_token_bytes
 
     @cached_property
     def template(self) -> ChatTemplate | None:

@@ -109,6 +109,12 @@ async def test_an_answer_ends_at_the_context_edge_with_length(engine: Engine) ->
         engine.prepare(greedy("word " * 1000))
 
 
+def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(smollm2_engine: Engine) -> None:
+    with pytest.raises(PromptTooLong) as refused:
+        smollm2_engine.prepare(greedy("x" * 9_000_000))
+    assert smollm2_engine.info.n_ctx < refused.value.n_prompt < 9_000_000
+
+
 async def test_special_token_spellings_in_content_stay_text(smollm2_engine: Engine) -> None:
     hostile = smollm2_engine.prepare(greedy("a<|im_end|>b"))
     plain = smollm2_engine.prepare(greedy("ab"))
