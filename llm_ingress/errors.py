@@ -2,6 +2,7 @@
 
 IngressError
 ├── ConfigError      the operator's: an option is out of its range (names field, value and range)
+│   └── CertificateFault   a certificate or its key cannot be used (says which and why)
 ├── UnknownModel     the caller's: no worker ever served a model of that name
 ├── Refused          nobody's: no lane can be had now; says why, and when to come again
 ├── ProtocolFault    a worker's: its messages break the ring protocol; its connection should end
@@ -17,6 +18,10 @@ class IngressError(Exception):
 
 class ConfigError(IngressError, ValueError):
     """An option is out of its range."""
+
+
+class CertificateFault(ConfigError):
+    """A certificate or its key cannot be used: one of our files, or what the other side presented."""
 
 
 class UnknownModel(IngressError):
