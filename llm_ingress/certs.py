@@ -68,6 +68,9 @@ class CertificateFacts:
     not_before: datetime
     not_after: datetime
 
+    def is_valid_at(self, now: datetime) -> bool:
+        return self.not_before <= now < self.not_after
+
 
 def is_worker_name(name: str) -> bool:
     """Whether a worker may have that name: letters, digits, `.`, `_`, `-`; 63 at most; no sign first."""
@@ -100,7 +103,7 @@ def check_ingress(der: bytes) -> None:
 
 def read_facts(path: Path) -> CertificateFacts:
     """Return what the first certificate of a file says. Raises: CertificateFault that names the file."""
-    certificate = _load_chain(path)[0]
+    certificate = load_chain(path)[0]
     try:
         names = tuple(_text_of(name) for name in _alternative_names(certificate))
     except _UNREADABLE as error:
@@ -118,8 +121,8 @@ def diagnose(files: CertificateFiles, role: Role | None, now: datetime) -> None:
     Raises: CertificateFault, one line that names the file: unreadable, a key that does not fit, expired, not
     yet valid, the wrong shape, or not signed by the CA.
     """
-    chain = _load_chain(files.cert)
-    if _load_key(files.key).public_key() != chain[0].public_key():
+    chain = load_chain(files.cert)
+    if load_key(files.key).public_key() != chain[0].public_key():
         raise CertificateFault(f"{files.key}: not the key of the certificate {files.cert}")
     if role is not None:
         _check_dates(files.cert, chain[0], now)
@@ -206,14 +209,14 @@ def _read(path: Path) -> bytes:
         raise CertificateFault(f"{path}: {error.strerror}") from error
 
 
-def _load_chain(path: Path) -> list[x509.Certificate]:
+def load_chain(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(_read(path))
     except _UNREADABLE as error:
         raise CertificateFault(f"{path}: not a certificate in PEM form") from error
 
 
-def _load_key(path: Path) -> PrivateKeyTypes:
+def load_key(path: Path) -> PrivateKeyTypes:
     try:
         return load_pem_private_key(_read(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it needs a password
@@ -243,7 +246,7 @@ def _check_shape(path: Path, certificate: x509.Certificate, role: Role) -> None:
 
 
 def _check_issuer(path: Path, chain: Sequence[x509.Certificate], ca: Path, now: datetime) -> None:
-    root = _root_of(chain, _load_chain(ca))
+    root = _root_of(chain, load_chain(ca))
     if root is None:
         raise CertificateFault(f"{path}: not signed by the CA {ca}")
     _check_dates(ca, root, now)

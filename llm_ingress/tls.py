@@ -1,9 +1,9 @@
 """TLS contexts of every listener and dial, and how they follow their certificate files.
 
-`LiveContext` owns the context that new handshakes use: renewed files are tried in a scratch context first, and
-what is half written or does not fit leaves the last good one in place. Connections that stand are not touched.
-No sockets here. Called by: the command lines, which own the signals; the public and the control listener; the
-worker's dial.
+`LiveContext` owns the context that new handshakes use: renewed files are tried in a scratch context first,
+and what is half written or does not fit leaves the last good one in place. Connections that stand are not
+touched. No sockets here. Called by: the command lines, which own the signals; the public and the control
+listener; the worker's dial.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def control_context(files: CertificateFiles, now: datetime) -> ssl.SSLContext:
 
 
 def worker_context(files: CertificateFiles, now: datetime) -> ssl.SSLContext:
-    """Return a worker's context for dialling: the ingress must have a certificate of the private CA and the name.
+    """Return a worker's context for dialling: the ingress must have the name, and a certificate of the CA.
 
     Raises: CertificateFault that names the file at fault.
     """
@@ -57,7 +57,7 @@ def worker_context(files: CertificateFiles, now: datetime) -> ssl.SSLContext:
 
 
 def public_context(files: CertificateFiles, now: datetime) -> ssl.SSLContext:
-    """Return the context of a listener for clients, who present no certificate: TLS 1.2 or 1.3, HTTP/1.1 or 2.
+    """Return the public listener's context: TLS 1.2 or 1.3, HTTP/1.1 or 2, no certificate of the client.
 
     Raises: CertificateFault that names the file at fault.
     """
@@ -81,8 +81,7 @@ class LiveContext:
         self._files = files
         self._seen: Stamp = files.stamp()
         self._complaint: str | None = None
-        self._current = build(files, now)
-        self._warn_of_expiry(now)
+        self._current = self._load(now)
 
     @property
     def current(self) -> ssl.SSLContext:
@@ -105,17 +104,15 @@ class LiveContext:
         # Before they are read: what is written meanwhile then differs from it, and is read again.
         self._seen = self._files.stamp()
         try:
-            fresh = self._build(self._files, now)
+            self._current = self._load(now)
         except CertificateFault as fault:
             self._complain(str(fault))
-            return
-        self._current = fresh
-        self._complaint = None
-        logger.info("%s is used for new connections", self._files.cert)
-        self._warn_of_expiry(now)
+        else:
+            self._complaint = None
+            logger.info("%s is used for new connections", self._files.cert)
 
     def _hand_over(self, connection: ssl.SSLObject, _name: str | None, _front: ssl.SSLContext) -> None:
-        """Thread: wherever the handshake runs. Source: ssl.SSLContext.sni_callback, called without a name too."""
+        """Source: ssl.SSLContext.sni_callback; it is called too where the client names no server."""
         connection.context = self._current
 
     def _complain(self, fault: str) -> None:
@@ -123,11 +120,13 @@ class LiveContext:
             logger.warning("the last good certificate stays in use: %s", fault)
             self._complaint = fault
 
-    def _warn_of_expiry(self, now: datetime) -> None:
+    def _load(self, now: datetime) -> ssl.SSLContext:
+        """Return a fresh context, and log what of it expires soon. Raises: CertificateFault."""
+        fresh = self._build(self._files, now)
         for path in (self._files.cert, self._files.ca):
-            warning = expiry_warning(path, now) if path is not None else None
-            if warning is not None:
+            if path is not None and (warning := expiry_warning(path, now)) is not None:
                 logger.warning("%s", warning)
+        return fresh
 
 
 async def follow(contexts: Iterable[LiveContext]) -> Never:
@@ -150,7 +149,10 @@ def _context(protocol: int, minimum: ssl.TLSVersion) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
-    """Load what `diagnose` found good. Raises: CertificateFault if it was replaced since, or OpenSSL objects."""
+    """Load what `diagnose` found good.
+
+    Raises: CertificateFault if it was replaced since, or OpenSSL wants more.
+    """
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
         if files.ca is not None:
