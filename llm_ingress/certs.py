@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -27,8 +27,10 @@ CA_NAME, CERT_NAME, KEY_NAME = "ca.pem", "cert.pem", "key.pem"
 
 # It is a folder's name, and stands in logs and metrics.
 _WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+# What the library raises for bytes it cannot take. A `CertificateFault` is a ValueError too: never one `try`.
 _UNREADABLE = (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
 
+Extension = TypeVar("Extension", bound=x509.ExtensionType)
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -83,10 +85,7 @@ def identity_of(der: bytes) -> str:
     Raises: CertificateFault unless it has the shape of a worker's: one alternative name in all, the URI
     `llm-worker:<name>`, and nothing allowed but client authentication.
     """
-    try:
-        return _worker_name(x509.load_der_x509_certificate(der))
-    except _UNREADABLE as error:
-        raise CertificateFault("not a certificate that can be read") from error
+    return _worker_name(_parse(der))
 
 
 def check_ingress(der: bytes) -> None:
@@ -95,21 +94,20 @@ def check_ingress(der: bytes) -> None:
     Raises: CertificateFault unless its alternative names are DNS names and addresses, and nothing but server
     authentication is allowed.
     """
-    try:
-        _check_ingress(x509.load_der_x509_certificate(der))
-    except _UNREADABLE as error:
-        raise CertificateFault("not a certificate that can be read") from error
+    _check_ingress(_parse(der))
 
 
 def read_facts(path: Path) -> CertificateFacts:
     """Return what the first certificate of a file says. Raises: CertificateFault that names the file."""
     certificate = load_chain(path)[0]
     try:
-        names = tuple(_text_of(name) for name in _alternative_names(certificate))
-    except _UNREADABLE as error:
-        raise CertificateFault(f"{path}: not a certificate that can be read") from error
+        names = _alternative_names(certificate)
+    except CertificateFault as fault:
+        raise CertificateFault(f"{path}: {fault}") from fault
     return CertificateFacts(
-        names=names, not_before=certificate.not_valid_before_utc, not_after=certificate.not_valid_after_utc
+        names=tuple(_text_of(name) for name in names),
+        not_before=certificate.not_valid_before_utc,
+        not_after=certificate.not_valid_after_utc,
     )
 
 
@@ -167,19 +165,28 @@ def _check_ingress(certificate: x509.Certificate) -> None:
 
 def _check_usage(certificate: x509.Certificate, usage: x509.ObjectIdentifier, name: str) -> None:
     """Nothing else may be allowed: a certificate for both ends could play either."""
-    try:
-        allowed = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except x509.ExtensionNotFound:
-        allowed = []
-    if allowed != [usage]:
+    if list(_extension(certificate, x509.ExtendedKeyUsage) or ()) != [usage]:
         raise CertificateFault(f"its extended key usage must be {name} alone")
 
 
 def _alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
+    return list(_extension(certificate, x509.SubjectAlternativeName) or ())
+
+
+def _extension(certificate: x509.Certificate, kind: type[Extension]) -> Extension | None:
     try:
-        return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+        return certificate.extensions.get_extension_for_class(kind).value
     except x509.ExtensionNotFound:
-        return []
+        return None
+    except _UNREADABLE as error:
+        raise CertificateFault("its extensions cannot be read") from error
+
+
+def _parse(der: bytes) -> x509.Certificate:
+    try:
+        return x509.load_der_x509_certificate(der)
+    except _UNREADABLE as error:
+        raise CertificateFault("not a certificate") from error
 
 
 def _listed(names: Iterable[x509.GeneralName]) -> str:
@@ -210,15 +217,17 @@ def _read(path: Path) -> bytes:
 
 
 def load_chain(path: Path) -> list[x509.Certificate]:
+    data = _read(path)
     try:
-        return x509.load_pem_x509_certificates(_read(path))
+        return x509.load_pem_x509_certificates(data)
     except _UNREADABLE as error:
         raise CertificateFault(f"{path}: not a certificate in PEM form") from error
 
 
 def load_key(path: Path) -> PrivateKeyTypes:
+    data = _read(path)
     try:
-        return load_pem_private_key(_read(path), password=None)
+        return load_pem_private_key(data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it needs a password
         raise CertificateFault(f"{path}: not an unencrypted private key in PEM form") from error
 
@@ -241,8 +250,6 @@ def _check_shape(path: Path, certificate: x509.Certificate, role: Role) -> None:
             _check_ingress(certificate)
     except CertificateFault as fault:
         raise CertificateFault(f"{path}: not the certificate of a {role}: {fault}") from fault
-    except _UNREADABLE as error:
-        raise CertificateFault(f"{path}: not a certificate that can be read") from error
 
 
 def _check_issuer(path: Path, chain: Sequence[x509.Certificate], ca: Path, now: datetime) -> None:

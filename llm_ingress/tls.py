@@ -8,6 +8,7 @@ listener; the worker's dial.
 
 import asyncio
 import logging
+import os
 import ssl
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -26,6 +27,19 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 15.0  # renewed files are used after so long at most, without a signal
 ALPN = ("h2", "http/1.1")
+
+_NAME_MISMATCH = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, ..._IP_ADDRESS_MISMATCH
+_REFUSALS = {  # Source: x509_vfy.h, X509_V_ERR_*
+    7: "its certificate was forged: the CA's signature is wrong",
+    9: "its certificate is not yet valid, or this machine's clock is behind",
+    10: "its certificate has expired, or this machine's clock is ahead",
+    **dict.fromkeys((2, 18, 19, 20, 21), "its certificate is of another CA than the one given here"),
+    26: "its certificate is not that of an ingress",
+}
+_HUNG_UP = (
+    "it closed the connection instead of answering, as an ingress does when it does not accept this worker's "
+    "certificate (another CA, or expired by its clock), or when it goes away"
+)
 
 Build: TypeAlias = Callable[[CertificateFiles, datetime], ssl.SSLContext]
 
@@ -129,6 +143,30 @@ class LiveContext:
         return fresh
 
 
+def explain(error: BaseException) -> str:
+    """Return in a few words why a dial failed: of the other side, whose address the caller knows.
+
+    A client library's own exceptions are looked behind. With TLS 1.3 a refused client hears of it only after
+    its handshake is complete, and mostly as a closed connection.
+    """
+    match _root_cause(error):
+        case ssl.SSLCertVerificationError(verify_code=code, verify_message=message):
+            if code in _NAME_MISMATCH:
+                return f"its certificate is for another name: {message.rstrip('.')}"
+            return _REFUSALS.get(code, f"its certificate is refused: {message}")
+        case ssl.SSLError(reason=str(reason)) if "_ALERT_" in reason:
+            return f"it refused this worker: {reason.partition('_ALERT_')[2].replace('_', ' ').lower()}"
+        case ssl.SSLEOFError() | ConnectionResetError() | BrokenPipeError():
+            return _HUNG_UP
+        case ssl.SSLError() as fault:
+            return f"it does not speak TLS 1.3: {fault.reason}"
+        case TimeoutError():
+            return "unreachable: no answer in time"
+        case OSError() as fault:
+            return f"unreachable: {_strerror(fault)}"
+    return _HUNG_UP
+
+
 async def follow(contexts: Iterable[LiveContext]) -> Never:
     """Keep contexts in step with their files, until cancelled."""
     followed = tuple(contexts)
@@ -159,6 +197,19 @@ def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
             context.load_verify_locations(cafile=files.ca)
     except (ssl.SSLError, OSError) as error:
         raise CertificateFault(f"{files.cert}: cannot be loaded with its key and CA: {error}") from error
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _strerror(error: OSError) -> str:
+    """Return the system's word for it; asyncio puts its own there. A resolver's numbers are negative."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 def _no_password() -> bytes:
