@@ -149,6 +149,9 @@ class FakeWorker:
     def drain(self) -> None:
         pass
 
+    def close(self, why: str) -> None:
+        raise AssertionError(f"the gateway let go of the worker: {why}")
+
     def begin(self) -> None:
         for ref in self._refs:
             self._gateway.head(self._id, ref, HEAD)

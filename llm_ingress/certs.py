@@ -28,7 +28,13 @@ CA_NAME, CERT_NAME, KEY_NAME = "ca.pem", "cert.pem", "key.pem"
 # It is a folder's name, and stands in logs and metrics.
 _WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # What the library raises for bytes it cannot take. A `CertificateFault` is a ValueError too: never one `try`.
-_UNREADABLE = (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
+_UNREADABLE = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
 
 Extension = TypeVar("Extension", bound=x509.ExtensionType)
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]

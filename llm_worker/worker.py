@@ -121,7 +121,6 @@ class Worker:
         self._offer()
 
     def on_detached(self, ring: Ring) -> None:
-        logger.warning("worker %s has lost %s", self._config.name, ring)
         self._rings[ring].is_attached = False
         for job in tuple(self._jobs.values()):
             if job.ring is ring:

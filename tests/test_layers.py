@@ -17,7 +17,10 @@ PACKAGES = {
 }
 
 # What of the ingress a worker may know: the API's shapes and the ring's messages, none of its sockets.
-SHARED = ("llm_ingress.api", "llm_ingress.dialects", "llm_ingress.wire")
+SHARED = tuple(
+    f"llm_ingress.{name}"
+    for name in ("api", "dialects", "errors", "frames", "outbox", "payloads", "tls", "wire")
+)
 MAY_IMPORT = {
     "llm_engine": ("llm_engine",),
     "llm_ingress": ("llm_ingress",),
@@ -31,6 +34,7 @@ FENCES = {
     "jinja2": ("llm_engine/chat.py",),
     "huggingface_hub": ("llm_engine/download.py",),
     "starlette": ("llm_ingress/public.py", "llm_serve/"),
+    "aiohttp": ("llm_ingress/control.py", "llm_worker/remote.py", "llm_worker/health.py"),
     "hypercorn": ("llm_ingress/serving.py", "llm_ingress/h2_flow.py"),
     "argparse": ("llm_engine/cli.py", "llm_ingress/cli.py", "llm_worker/cli.py", "llm_serve/cli.py"),
     "signal": (

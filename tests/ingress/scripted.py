@@ -92,6 +92,9 @@ class ScriptedWorker:
     def drain(self) -> None:
         pass
 
+    def close(self, why: str) -> None:
+        raise AssertionError(f"the gateway let go of the worker: {why}")
+
     # What a test makes it do.
 
     async def granted(self) -> Grant:

@@ -51,6 +51,7 @@ class NoLink:
     def pause(self, ref: LaneRef) -> None: ...
     def resume(self, ref: LaneRef) -> None: ...
     def drain(self) -> None: ...
+    def close(self, why: str) -> None: ...
 
 
 class Client:
@@ -88,10 +89,12 @@ class ScriptedWorker:
     paused: list[LaneRef] = field(default_factory=list)
     resumed: list[LaneRef] = field(default_factory=list)
     held: dict[LaneRef, Grant] = field(default_factory=dict)
+    identity: str | None = None
+    closed_for: str | None = None  # why the gateway ended the connection
     id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = self.gateway.attach(self.hello, self)
+        self.id = self.gateway.attach(self.hello, self, identity=self.identity)
 
     # As the gateway sees it.
 
@@ -113,6 +116,10 @@ class ScriptedWorker:
 
     def drain(self) -> None:
         raise AssertionError("the gateway drains no worker of its own accord")
+
+    def close(self, why: str) -> None:
+        self.held.clear()
+        self.closed_for = why
 
     # As the test drives it.
 
