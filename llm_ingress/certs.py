@@ -223,14 +223,19 @@ def _read(path: Path) -> bytes:
 
 
 def load_chain(path: Path) -> list[x509.Certificate]:
+    """Raises: CertificateFault that names the file."""
     data = _read(path)
     try:
-        return x509.load_pem_x509_certificates(data)
+        chain = x509.load_pem_x509_certificates(data)
+        for certificate in chain:
+            certificate.public_key()  # else decoded when it is first asked for, far from here
     except _UNREADABLE as error:
         raise CertificateFault(f"{path}: not a certificate in PEM form") from error
+    return chain
 
 
 def load_key(path: Path) -> PrivateKeyTypes:
+    """Raises: CertificateFault that names the file."""
     data = _read(path)
     try:
         return load_pem_private_key(data, password=None)
@@ -283,7 +288,7 @@ def _root_of(chain: Sequence[x509.Certificate], roots: Sequence[x509.Certificate
 def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
+    except (*_UNREADABLE, TypeError, InvalidSignature):
         return False
     return True
 
