@@ -178,11 +178,25 @@ class ScriptedRing:
         self.gateway = Gateway(config or GatewayConfig(), clock=self.clock, chance=lambda: chance)
 
     def worker(
-        self, n: int = 0, *, name: str = "w", model: ModelCard | None = None, max_inflight: int = 4
+        self,
+        n: int = 0,
+        *,
+        name: str = "w",
+        model: ModelCard | None = None,
+        max_inflight: int = 4,
+        identity: str | None = None,
+        instance: str = "i",
+        takeover: bool = False,
     ) -> ScriptedWorker:
         """Attach a worker that offers `n` lanes."""
-        hello = Hello(worker=name, instance_id="i", model=model or card(), max_inflight=max_inflight)
-        worker = ScriptedWorker(self.gateway, hello)
+        hello = Hello(
+            worker=name,
+            instance_id=instance,
+            model=model or card(),
+            max_inflight=max_inflight,
+            takeover=takeover,
+        )
+        worker = ScriptedWorker(self.gateway, hello, identity=identity)
         if n:
             worker.offer(n)
         return worker
