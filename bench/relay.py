@@ -174,7 +174,7 @@ async def _serve(parent: Connection, load: Load) -> None:
     public = Public(gateway)
     config = ServingConfig(port=0)
     listener = listen(config)
-    parent.send(listener.getsockname()[1])
+    parent.send(listener.socket.getsockname()[1])
     drain = Drain()
     serving = asyncio.create_task(serve(public, gateway, listener, config, drain))
     worker = FakeWorker(gateway, load)

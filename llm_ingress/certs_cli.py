@@ -1,14 +1,16 @@
 """`llm-ingress certs`: the private CA of a ring, from the command line.
 
-Called by: `cli.py`, with what follows the word `certs`.
+Called by: `cli.py`.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from llm_ingress.certs import (
     CA_NAME,
@@ -28,6 +30,9 @@ from llm_ingress.pki_folder import (
     renew_ingress,
     renew_worker,
 )
+
+Command: TypeAlias = Callable[[argparse.Namespace, datetime], int]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DEFAULT_DAYS = 365
 EXIT_FAULT = 1
@@ -49,23 +54,20 @@ class Row:
 HEADING = Row(("certificate", "names", "expires", ""))
 
 
-def main(argv: Sequence[str], now: datetime | None = None) -> int:
-    """Run one command and return its exit status; `now` is the machine's time if not given."""
-    args = _parser().parse_args(argv)
-    try:
-        return int(args.run(args, now or datetime.now(UTC).replace(microsecond=0)))
-    except ConfigError as error:
-        return _fail(str(error))
-    except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llm-ingress certs", description="Issue and renew the certificates of ingresses and workers."
+def add_certs_command(commands: Commands) -> None:
+    """Add `certs`; parsed, `args.run(args)` runs it and returns the exit status."""
+    parser = commands.add_parser(
+        "certs",
+        help="issue and renew the certificates of ingresses and workers",
+        description="Issue and renew the certificates of ingresses and workers.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_init(commands)
+    _add_worker(commands)
+    _add_status(commands)
 
+
+def _add_init(commands: Commands) -> None:
     command = commands.add_parser(
         "init", help="make a private CA, and the certificate of an ingress", epilog=LAYOUT
     )
@@ -76,8 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         help="DNS names and addresses that workers dial, separated by commas (with --renew: as before)",
     )
     _add_period(command, "keep the CA, certify the ingress's key anew")
-    command.set_defaults(run=_init)
+    command.set_defaults(run=partial(_run, _init))
 
+
+def _add_worker(commands: Commands) -> None:
     command = commands.add_parser("worker", help="issue the certificate of a worker")
     command.add_argument("pki", type=Path, metavar="PKI", help="folder that `certs init` made")
     command.add_argument("name", metavar="NAME", help="the worker's name, which is its identity in the ring")
@@ -85,14 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="DIR", help="folder to make, for the worker's --pki (default: ./NAME)"
     )
     _add_period(command, "certify the worker's key anew; it need not be on this machine")
-    command.set_defaults(run=_worker)
+    command.set_defaults(run=partial(_run, _worker))
 
+
+def _add_status(commands: Commands) -> None:
     command = commands.add_parser(
         "status", help="show what expires when; exit status 1 if anything cannot be used now"
     )
     command.add_argument("pki", type=Path, metavar="PKI", help="folder of a CA, or of a worker")
-    command.set_defaults(run=_status)
-    return parser
+    command.set_defaults(run=partial(_run, _status))
 
 
 def _add_period(command: argparse.ArgumentParser, renewal: str) -> None:
@@ -104,6 +109,17 @@ def _add_period(command: argparse.ArgumentParser, renewal: str) -> None:
         help=f"days the certificate is valid, at most {CA_DAYS}, as the CA is (default: %(default)s)",
     )
     command.add_argument("--renew", action="store_true", help=renewal)
+
+
+def _run(command: Command, args: argparse.Namespace, now: datetime | None = None) -> int:
+    """Run a command; `now` is this machine's time unless a test says otherwise."""
+    try:
+        # Certificates know no fractions of a second.
+        return command(args, now or datetime.now(UTC).replace(microsecond=0))
+    except ConfigError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}")
 
 
 def _init(args: argparse.Namespace, now: datetime) -> int:

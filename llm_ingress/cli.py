@@ -1,7 +1,7 @@
-"""Flags of everything that serves the public surface, and what they make.
+"""`llm-ingress`, and the flags of everything that serves the public surface.
 
-Called by: `examples/serve/cli.py`. Environment variables stand in for the flags people set in containers; a
-flag wins over its variable.
+Called by: the operator; `examples/serve/cli.py`, for the flags and what they make. Environment variables
+stand in for the flags people set in containers; a flag wins over its variable.
 """
 
 import argparse
@@ -10,17 +10,32 @@ import ipaddress
 import logging
 import os
 import signal
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
+from llm_ingress.certs_cli import add_certs_command
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import GatewayConfig
 from llm_ingress.public import PublicConfig
 from llm_ingress.serving import Drain, ServingConfig
+from llm_ingress.tls import LiveContext
 
 LOOPBACK = "127.0.0.1"
 PLAIN_PORT, TLS_PORT = 8080, 8443
 READING_BYTES = 256 * 1024 * 1024  # of all bodies being read together
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="llm-ingress",
+        description="Take requests of OpenAI clients, and hand them to the workers of a ring.",
+    )
+    add_certs_command(parser.add_subparsers(metavar="COMMAND", required=True))
+    args = parser.parse_args(argv)
+    return int(args.run(args))
 
 
 def add_public_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +161,17 @@ def is_loopback(host: str) -> bool:
 def set_up_logging() -> None:
     """One line per lifecycle fact and finished request, on standard error."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+
+
+def reload_on_hangup(contexts: Iterable[LiveContext]) -> None:
+    """SIGHUP loads the certificates again at once. Call on the event loop."""
+    reloaded = tuple(contexts)
+
+    def reload() -> None:
+        for context in reloaded:
+            context.reload(datetime.now(UTC))
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def drain_on_signals(drain: Drain) -> None:

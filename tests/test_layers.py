@@ -36,7 +36,14 @@ FENCES = {
     "starlette": ("llm_ingress/public.py", "llm_serve/"),
     "aiohttp": ("llm_ingress/control.py", "llm_worker/remote.py", "llm_worker/health.py"),
     "hypercorn": ("llm_ingress/serving.py", "llm_ingress/h2_flow.py"),
-    "argparse": ("llm_engine/cli.py", "llm_ingress/cli.py", "llm_worker/cli.py", "llm_serve/cli.py"),
+    "argparse": (
+        "llm_engine/cli.py",
+        "llm_ingress/cli.py",
+        "llm_ingress/certs_cli.py",
+        "llm_worker/cli.py",
+        "llm_serve/cli.py",
+    ),
+    "cryptography": ("llm_ingress/pki.py", "llm_ingress/certs.py"),
     "signal": (
         "llm_engine/cli.py",
         "llm_engine/trial.py",  # names the one that ended its child

@@ -13,6 +13,7 @@ from typing import Any
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Drain, ServingConfig, listen, serve
+from llm_ingress.tls import LiveContext
 from llm_ingress.wire import (
     End,
     Fail,
@@ -165,11 +166,11 @@ class Server:
     task: asyncio.Task[None]
     host: str
     port: int
-    scheme: str
+    tls: LiveContext | None
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{self.host}:{self.port}"
 
     async def has_open(self, n_lanes: int) -> None:
         """Wait until so many lanes are open."""
@@ -199,12 +200,14 @@ async def serving(
     config = config or ServingConfig(port=0, drain_timeout_s=0)
     app = Public(gateway, public)
     listener = listen(config)
-    host, port = listener.getsockname()[:2]
+    host, port = listener.socket.getsockname()[:2]
     drain = Drain()
     task = asyncio.create_task(serve(app, gateway, listener, config, drain))
-    scheme = "http" if config.tls_cert is None else "https"
+    server = Server(
+        gateway=gateway, public=app, drain=drain, task=task, host=host, port=port, tls=listener.tls
+    )
     try:
-        yield Server(gateway=gateway, public=app, drain=drain, task=task, host=host, port=port, scheme=scheme)
+        yield server
     finally:
         drain.ask()
         if not app.is_idle:

@@ -1,13 +1,15 @@
 """`llm-ingress certs`, as it is typed and as it answers."""
 
+import argparse
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from llm_ingress import certs_cli
 from llm_ingress.certs import CertificateFiles, Role, diagnose, read_facts
+from llm_ingress.certs_cli import add_certs_command
+from llm_ingress.cli import main
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
 
@@ -18,9 +20,12 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Type a command in an empty folder; exit status, output and complaint come back."""
     monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_certs_command(parser.add_subparsers())
 
     def typed(command: str, now: datetime = NOON) -> tuple[int, str, str]:
-        status = certs_cli.main(command.split(), now)
+        args = parser.parse_args(["certs", *command.split()])
+        status = args.run(args, now)
         out, err = capsys.readouterr()
         return status, out, err
 
@@ -132,3 +137,10 @@ def test_init_refuses_to_overwrite(run: Run) -> None:
     status, out, err = run("init pki --san ingress-a")
     assert (status, out) == (1, "")
     assert err.startswith("llm-ingress certs: pki/ca.pem exists, and is not overwritten")
+
+
+def test_it_is_a_command_of_llm_ingress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pki = str(tmp_path / "pki")
+    assert main(["certs", "init", pki, "--san", "ingress-a"]) == 0
+    assert main(["certs", "status", pki]) == 0
+    assert "in 365 days" in capsys.readouterr().out
