@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2", help="as for llm-engine (default: %(default)s)")
     parser.add_argument("--batch", type=_numbers, default=[1, 8, 32], help="sequences, e.g. 1,8,32")
     parser.add_argument(
-        "--tokens", type=int, default=96, help="tokens for each sequence (default: %(default)s)"
+        "--tokens", type=int, default=160, help="tokens for each sequence (default: %(default)s)"
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="alternating runs of each (default: %(default)s)"

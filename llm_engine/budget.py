@@ -3,8 +3,9 @@
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
 A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
-running stream sees. While others decode, a step may take up to `GAP_STEPS` times its usual length; while
-nobody does, up to `IDLE_STEP_S`, which is how long a cancel waits at most.
+running stream sees. While others decode, a step may take `GAP_STEPS` times the usual step of the batch as it
+will be once the prompts have joined; while nobody does, `IDLE_STEP_S`, which is how long a cancel waits at
+most.
 """
 
 GAP_STEPS = 2.5
@@ -22,30 +23,37 @@ class Budget:
         self._decode_s: list[float | None] = [None] * (n_slots + 1)  # usual step by sequences decoding
         self._prompt_token_s: float | None = None
 
-    def prompt_tokens(self, n_decoding: int) -> int:
-        """Tokens of prompts that the next step may hold beside `n_decoding` running sequences."""
+    def prompt_tokens(self, n_decoding: int, n_prompts: int) -> int:
+        """Tokens of `n_prompts` prompts that the next step may hold beside `n_decoding` sequences."""
         room = self._batch_size - n_decoding
         if self._prompt_token_s is None:
             return min(room, _FIRST_GUESS_TOKENS)
-        spare_s = (GAP_STEPS - 1) * self._usual_s(n_decoding) if n_decoding else IDLE_STEP_S
+        spare_s = IDLE_STEP_S
+        if n_decoding:
+            allowed_s = min(GAP_STEPS * self._usual_s(n_decoding + n_prompts), IDLE_STEP_S)
+            spare_s = allowed_s - self._usual_s(n_decoding)
         return min(room, max(_SMALLEST_SLICE, int(spare_s / self._prompt_token_s)))
 
     def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s`."""
         if n_prompt_tokens == 0:
             self._decode_s[n_decoding] = _smooth(self._decode_s[n_decoding], elapsed_s)
-            return
-        prompt_s = max(0.0, elapsed_s - self._usual_s(n_decoding)) if n_decoding else elapsed_s
-        if n_decoding == 0 or self._decode_s[n_decoding] is not None:
-            self._prompt_token_s = _smooth(self._prompt_token_s, max(prompt_s / n_prompt_tokens, 1e-7))
+        elif n_decoding == 0 or self._decode_s[n_decoding] is not None:
+            prompt_s = elapsed_s - self._usual_s(n_decoding)
+            token_s = max(prompt_s / n_prompt_tokens, 1e-7)
+            self._prompt_token_s = _smooth(self._prompt_token_s, token_s)
 
     def _usual_s(self, n_decoding: int) -> float:
-        """The usual step of that many sequences; from the nearest smaller count measured, else a guess."""
+        """The usual step of so many sequences.
+
+        One not yet measured is guessed from the nearest smaller: each sequence more costs about what a
+        prompt token does.
+        """
         for n in range(n_decoding, 0, -1):
             measured = self._decode_s[n]
             if measured is not None:
-                return measured
-        return (self._prompt_token_s or 0.0) * n_decoding
+                return measured + (n_decoding - n) * (self._prompt_token_s or 0.0)
+        return n_decoding * (self._prompt_token_s or 0.0)
 
 
 def _smooth(old: float | None, new: float) -> float:

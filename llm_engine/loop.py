@@ -96,7 +96,8 @@ class Loop:
         events = self._drain_commands()
         events += self._scheduler.admit(self._clock())
         self._drop_freed()
-        plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.n_decoding))
+        n_decoding, n_prompts = self._scheduler.n_active()
+        plan = self._scheduler.plan(self._budget.prompt_tokens(n_decoding, n_prompts))
         if not plan.slices:
             return events, False
         events += self._compute(plan)

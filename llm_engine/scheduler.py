@@ -117,10 +117,11 @@ class Scheduler:
 
     # -- counts --
 
-    @property
-    def n_decoding(self) -> int:
-        """Sequences the next plan will give one token each."""
-        return sum(s.is_decoding and not s.paused for s in self._running.values())
+    def n_active(self) -> tuple[int, int]:
+        """Sequences that decode, and those still in their prompts; paused ones are neither."""
+        active = [s for s in self._running.values() if not s.paused]
+        n_decoding = sum(s.is_decoding for s in active)
+        return n_decoding, len(active) - n_decoding
 
     @property
     def kv_promised_tokens(self) -> int:

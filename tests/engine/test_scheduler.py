@@ -137,7 +137,7 @@ def test_a_paused_sequence_is_left_out_and_keeps_its_slot() -> None:
     turn(made, ord("x"))
     made.set_paused("a", True)
     assert shape(made.plan(10)) == [("b", 1)]
-    assert made.n_decoding == 1
+    assert made.n_active() == (1, 0)
     made.set_paused("a", False)
     assert shape(made.plan(10)) == [("a", 1), ("b", 1)]
 
