@@ -19,7 +19,7 @@ PACKAGES = {
 # What of the ingress a worker may know: the API's shapes and the ring's messages, none of its sockets.
 SHARED = tuple(
     f"llm_ingress.{name}"
-    for name in ("api", "dialects", "errors", "frames", "outbox", "payloads", "tls", "wire")
+    for name in ("api", "certs", "dialects", "errors", "frames", "outbox", "payloads", "tls", "wire")
 )
 MAY_IMPORT = {
     "llm_engine": ("llm_engine",),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_ingress import tls
 from llm_ingress.certs import CertificateFiles, identity_of
 from llm_ingress.errors import CertificateFault
 from llm_ingress.pki import Period
@@ -304,7 +305,7 @@ def test_a_second_kind_of_damage_is_said_too_and_so_is_one_that_comes_back(
     good = ring.ingress.cert.read_bytes()
     live = LiveContext(control_context, ring.ingress, TODAY)
     caplog.set_level(logging.WARNING, logger="llm_ingress.tls")
-    for content in (b"nothing", None, good, b"nothing"):
+    for content in (b"nothing", None, good, None):
         if content is None:
             ring.ingress.cert.unlink()
         else:
@@ -330,6 +331,25 @@ def test_a_file_written_between_two_polls_is_seen_though_its_size_is_the_same(tm
     os.utime(ring.ingress.cert, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     live.poll(TODAY)
     assert live.current is not before
+
+
+async def test_renewed_files_are_found_without_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "POLL_S", 0)
+    ring = issue(tmp_path)
+    live = LiveContext(control_context, ring.ingress, TODAY)
+    before = live.current
+    following = asyncio.create_task(tls.follow([live]))
+    renew_ingress(ring.ingress.cert.parent, None, Period(TODAY, 90))
+    async with asyncio.timeout(5):
+        while live.current is before:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0)
+    following.cancel()
+
+
+def test_renewed_files_are_found_within_a_minute() -> None:
+    assert tls.POLL_S <= 60
 
 
 @pytest.mark.parametrize("build", [control_context, worker_context])
