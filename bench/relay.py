@@ -98,7 +98,7 @@ def _measure(load: Load) -> dict[str, float]:
     server = context.Process(target=_server, args=(there, load))
     server.start()
     port = here.recv()
-    client = context.Process(target=_client, args=(port, load))
+    client = context.Process(target=read_streams, args=(port, load))
     client.start()
     result: dict[str, float] = here.recv()
     client.join()
@@ -212,7 +212,7 @@ async def _steps(gateway: CountingGateway, worker: FakeWorker, load: Load) -> di
 # --- the reading process --------------------------------------------------------------------------------
 
 
-def _client(port: int, load: Load) -> None:
+def read_streams(port: int, load: Load) -> None:
     """Open every stream and read each to its end."""
     poll = selectors.DefaultSelector()
     for _ in range(load.n_streams):
