@@ -10,13 +10,13 @@ writer takes one WebSocket message after the other.
 
 from collections import OrderedDict, deque
 
-from llm_ingress.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, cut, pack_body
+from llm_ingress.frames import MAX_PAYLOAD_BYTES, Frame, cut, pack_body
 from llm_ingress.payloads import pack_payload
 from llm_ingress.wire import Body, LaneRef, Message
 
-# A WebSocket message is cut off behind the frame that reaches it.
-FULL_MESSAGE_BYTES = 2 * MAX_PAYLOAD_BYTES
-MAX_MESSAGE_BYTES = FULL_MESSAGE_BYTES + HEADER_BYTES + MAX_PAYLOAD_BYTES
+# A WebSocket message may have so many bytes; one ends behind the frame with which it is full.
+MAX_MESSAGE_BYTES = 256 * 1024
+FULL_MESSAGE_BYTES = 128 * 1024
 # A BODY above it is left to the general way, which may cut it.
 _SHORT_BODY_BYTES = MAX_PAYLOAD_BYTES - 4
 
