@@ -104,7 +104,7 @@ class Control:
         if self._listener is not None:
             self._listener.close()
         for connection in tuple(self._connections):
-            connection.end("this ingress goes away", WSCloseCode.GOING_AWAY)
+            connection.end("this ingress goes away", WSCloseCode.GOING_AWAY, is_expected=True)
         await self._http.shutdown(timeout=2 * CLOSE_S)
 
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:

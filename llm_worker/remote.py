@@ -194,7 +194,7 @@ class RemoteRing:
             case Refusal() if self._connection is None:
                 raise RingRefused(message)
             case _ if self._connection is None:
-                raise RingLost(f"it sent a {type(message).__name__} before its WELCOME")
+                raise RingLost("its first word is not a WELCOME")
             case Grant():
                 listener.on_grant(self, message)
             case OfLane(ref=ref, content=LaneSignal.CANCEL):
@@ -206,7 +206,7 @@ class RemoteRing:
             case RingSignal.DRAIN:
                 listener.on_drain(self)
             case _:
-                raise RingLost(f"it sent a {type(message).__name__} behind its WELCOME")
+                raise RingLost("it sent a second WELCOME, or a REFUSED behind it")
 
     def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
         connection.patience_s = welcome.heartbeat_timeout_s
