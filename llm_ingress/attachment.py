@@ -84,10 +84,7 @@ class Attachment:
         """
         try:
             for message in self._reader.feed(data):
-                if type(message) is Body and self.hello is not None:
-                    self._gateway.body(self._worker_id, *message)
-                else:
-                    self._hear(message)  # type: ignore[arg-type]  # the reader takes no other kinds
+                self._hear(message)  # type: ignore[arg-type]  # the reader takes no other kinds
         except UnknownVersion as error:
             text = f"{error}, this ingress version {PROTOCOL_VERSION}"
             raise self.refuse(WorkerRefused(RefusedFor.VERSION, text)) from error
@@ -105,23 +102,22 @@ class Attachment:
             self._gateway.detach(self._worker_id, why)
 
     def _hear(self, message: FromWorker) -> None:
-        worker_id = self._worker_id
-        if isinstance(message, Hello):
-            self._attach(message)
-            return
         if self.hello is None:
-            raise ProtocolFault("its first message is not a HELLO")
+            self._greet(message)
+            return
         match message:
+            case Body():  # the usual one, and therefore first
+                self._gateway.body(self._worker_id, *message)
             case OfLane(ref=ref, content=content):
                 self._hear_of(ref, content)
-            case Body(ref=ref, data=data, progress=progress):
-                self._gateway.body(worker_id, ref, data, progress)
-            case Credit(n_lanes=n_lanes, n_seen=n_seen):
-                self._gateway.credit(worker_id, n_lanes, n_seen)
+            case Credit():
+                self._gateway.credit(self._worker_id, *message)
             case Heartbeat():
-                self._gateway.heartbeat(worker_id, message)
+                self._gateway.heartbeat(self._worker_id, message)
             case RingSignal():
-                self._gateway.draining(worker_id)
+                self._gateway.draining(self._worker_id)
+            case Hello():
+                raise ProtocolFault("a second HELLO")
             case _:
                 assert_never(message)
 
@@ -138,17 +134,21 @@ class Attachment:
             case _:
                 assert_never(content)
 
-    def _attach(self, hello: Hello) -> None:
-        if self.hello is not None:
-            raise ProtocolFault("a second HELLO")
-        allow = self._rules.allow
+    def _greet(self, message: FromWorker) -> None:
+        if not isinstance(message, Hello):
+            raise ProtocolFault("its first message is not a HELLO")
         try:
-            if allow is not None and self.identity not in allow:
-                text = f"{self.identity} is not among the workers that may attach"
-                raise WorkerRefused(RefusedFor.ALLOW_LIST, text)
-            self._worker_id = self._gateway.attach(hello, self, identity=self.identity)
+            self._attach(message)
         except WorkerRefused as refused:
             raise self.refuse(refused) from None
+
+    def _attach(self, hello: Hello) -> None:
+        """Raises: WorkerRefused."""
+        allow = self._rules.allow
+        if allow is not None and self.identity not in allow:
+            text = f"{self.identity} is not among the workers that may attach"
+            raise WorkerRefused(RefusedFor.ALLOW_LIST, text)
+        self._worker_id = self._gateway.attach(hello, self, identity=self.identity)
         self.hello = hello
         heartbeat_timeout_s = self._gateway.config.heartbeat_timeout_s
         self._send(Welcome(ingress_id=self._rules.ingress_id, heartbeat_timeout_s=heartbeat_timeout_s))

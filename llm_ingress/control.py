@@ -97,7 +97,8 @@ class Control:
     def drain(self) -> None:
         """Tell every worker to ask for nothing more here, and to finish what it holds."""
         for connection in self._connections:
-            connection.attachment.drain()
+            if connection.attachment.hello is not None:
+                connection.attachment.drain()
 
     async def close(self) -> None:
         """Close the listener and every connection, each with what is still to be sent on it. Idempotent."""

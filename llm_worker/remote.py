@@ -152,6 +152,9 @@ class RemoteRing:
             except RingLost as lost:
                 self._note(str(lost))
                 delay_s = self._backoff.next_s()
+            except Exception:
+                logger.exception("%s failed in this worker", self)
+                delay_s = self._backoff.next_s()
             if self._listener is not None:
                 await asyncio.sleep(delay_s)
 
