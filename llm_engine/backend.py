@@ -63,9 +63,8 @@ class LlamaBackend:
         self._batch.clear()
         for part in plan.slices:
             sequence = part.sequence
-            assert sequence.seq_id is not None, f"sequence {sequence.key} is planned without a slot"
             tokens = sequence.pending(part.n_tokens)
-            self._batch.append(sequence.seq_id, sequence.n_computed, tokens, wants_logits=part.samples)
+            self._batch.append(sequence.slot, sequence.n_computed, tokens, wants_logits=part.samples)
         self._decode()
         return llama.logits(self._context, len(plan.sampled), self._n_vocab)
 

@@ -108,9 +108,11 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with Engine.spawn(engine_config(args)) as engine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return _print_answer(engine.submit(_request(args)))
     except EngineError as error:
         print(f"llm-engine: {error}", file=sys.stderr)

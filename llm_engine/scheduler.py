@@ -8,6 +8,7 @@ both are (key, event) pairs for the callers.
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol, Self, TypeAlias
 
 from llm_engine.errors import EngineError
@@ -43,14 +44,20 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one `llama_decode` computes: running sequences first, then slices of prompts."""
+    """What one `llama_decode` computes.
+
+    The slices are in the order of their slots: llama.cpp computes sequences together only where their
+    numbers follow each other in the batch, and splits the batch wherever they do not.
+    """
 
     slices: tuple[Slice, ...]
     n_decoding: int
+    n_prompt_tokens: int
 
-    @property
-    def n_prompt_tokens(self) -> int:
-        return sum(s.n_tokens for s in self.slices[self.n_decoding :])
+    @classmethod
+    def of(cls, decoding: list[Slice], prompts: list[Slice]) -> Self:
+        slices = sorted((*decoding, *prompts), key=lambda part: part.sequence.slot)
+        return cls(tuple(slices), len(decoding), sum(part.n_tokens for part in prompts))
 
     @property
     def sampled(self) -> tuple[Slice, ...]:
@@ -63,7 +70,7 @@ class Scheduler:
 
     def __init__(self, n_slots: int, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._free = list(range(n_slots - 1, -1, -1))
+        self._free = list(range(n_slots))  # a heap: low slots first, so that those in use lie together
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Hashable, Sequence] = {}  # in order of admission
         self._freed: list[int] = []
@@ -78,7 +85,7 @@ class Scheduler:
         events: list[Addressed] = []
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
-            sequence.seq_id = self._free.pop()
+            sequence.seq_id = heappop(self._free)
             sequence.admitted_at = now
             self._running[sequence.key] = sequence
             if sequence.n_generated:
@@ -135,7 +142,7 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
         prompts = [s for s in active if not s.is_decoding]
-        return Plan((*decoding, *_share(prompts, n_prompt_tokens)), len(decoding))
+        return Plan.of(decoding, _share(prompts, n_prompt_tokens))
 
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
@@ -183,7 +190,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             return
         del self._running[sequence.key]
-        self._free.append(sequence.seq_id)
+        heappush(self._free, sequence.seq_id)
         self._freed.append(sequence.seq_id)
 
 

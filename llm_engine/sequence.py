@@ -35,6 +35,12 @@ class Sequence:
     first_token_at: float = field(default=0.0)
 
     @property
+    def slot(self) -> int:
+        """Its `seq_id`, once it runs."""
+        assert self.seq_id is not None, f"sequence {self.key} has no slot"
+        return self.seq_id
+
+    @property
     def n_generated(self) -> int:
         return len(self.tokens) - self.n_prompt
 

@@ -7,6 +7,7 @@ event loop's thread is niced, because a busy one beside the decode would cost mo
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     set_up_logging()
+    # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         # The socket first: a port that is taken is known before a model is loaded.
         with closing(listen(serving_config(args))) as listener, _load(args) as engine:

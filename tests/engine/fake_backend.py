@@ -64,13 +64,12 @@ class FakeBackend:
             raise BackendError("made to fail")
         n_tokens = sum(part.n_tokens for part in plan.slices)
         assert 0 < n_tokens <= self.n_batch, f"{n_tokens} tokens in a batch of {self.n_batch}"
-        rows = [self._compute(part.sequence.seq_id, part) for part in plan.slices]
-        self.plans.append([(part.sequence.seq_id or 0, part.n_tokens) for part in plan.slices])
+        rows = [self._compute(part.sequence.slot, part) for part in plan.slices]
+        self.plans.append([(part.sequence.slot, part.n_tokens) for part in plan.slices])
         wanted = [row for row in rows if row is not None]
         return np.stack(wanted) if wanted else np.empty((0, N_VOCAB), np.float32)
 
-    def _compute(self, seq_id: int | None, part: Slice) -> Logits | None:
-        assert seq_id is not None
+    def _compute(self, seq_id: int, part: Slice) -> Logits | None:
         assert 0 <= seq_id < self.n_slots, f"slot {seq_id} of {self.n_slots}"
         cells = self.cells.setdefault(seq_id, [])
         assert len(cells) == part.sequence.n_computed, "positions must continue"

@@ -109,6 +109,16 @@ def test_held_back_text_leaves_when_the_end_is_not_its_stop_string() -> None:
     assert delta == ("a", Delta("xz", (ord("z"),)))
 
 
+def test_slices_come_in_the_order_of_their_slots_and_low_slots_are_used_first() -> None:
+    made = scheduler(*(sequence(str(i), max_tokens=1 if i in (0, 2) else 9) for i in range(4)))
+    turn(made, ord("x"))
+    for key in ("new", "newer"):
+        made.enqueue(sequence(key))
+    made.admit(now=3.0)
+    assert [part.sequence.slot for part in made.plan(100).slices] == [0, 1, 2, 3]
+    assert [part.sequence.key for part in made.plan(100).slices] == ["new", "1", "newer", "3"]
+
+
 def test_freed_slots_are_named_once_and_reused() -> None:
     made = scheduler(sequence("a", max_tokens=1), n_slots=1)
     turn(made, ord("x"))
