@@ -20,9 +20,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.report import print_table, spread, write_json
+from llm_ingress.draining import Drain
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane
 from llm_ingress.public import Public
-from llm_ingress.serving import Drain, ServingConfig, listen, serve
+from llm_ingress.serving import ServingConfig, listen, serve
 from llm_ingress.wire import End, FinishReason, Grant, Head, Hello, LaneRef, ModelCard
 
 CARD = ModelCard(name="m", file="none", n_params=0, n_ctx=0, fingerprint="f", created=0)

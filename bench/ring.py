@@ -29,11 +29,12 @@ from bench.relay import CARD, HEAD, REQUEST, WARM_UP_STEPS, CountingGateway, Loa
 from bench.report import print_table, spread, write_json
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.control import ControlConfig, serve_control
+from llm_ingress.draining import Drain
 from llm_ingress.gateway import GatewayConfig
 from llm_ingress.pki import Period, parse_names
 from llm_ingress.pki_folder import init, issue_worker
 from llm_ingress.public import Public
-from llm_ingress.serving import Drain, ServingConfig, listen, serve
+from llm_ingress.serving import ServingConfig, listen, serve
 from llm_ingress.tls import LiveContext, control_context, worker_context
 from llm_ingress.wire import End, FinishReason, Grant, Hello, LaneRef
 from llm_worker.remote import RemoteRing

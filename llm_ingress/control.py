@@ -20,6 +20,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from llm_ingress.attachment import Attachment, AttachRules
 from llm_ingress.certs import identity_of
+from llm_ingress.endpoint import Endpoint
 from llm_ingress.errors import CertificateFault, ConfigError, ProtocolFault, WorkerRefused
 from llm_ingress.gateway import Gateway
 from llm_ingress.outbox import MAX_MESSAGE_BYTES
@@ -93,6 +94,11 @@ class Control:
         assert self._listener is not None, "not listening"
         port: int = self._listener.sockets[0].getsockname()[1]
         return port
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it listens."""
+        return Endpoint(self._config.host, self.port)
 
     def drain(self) -> None:
         """Tell every worker to ask for nothing more here, and to finish what it holds."""

@@ -263,9 +263,8 @@ class Gateway:
         return self._pool.n_open == 0
 
     def models(self) -> tuple[ModelCard, ...]:
-        """Return the models live workers serve, one card a name."""
-        cards = {worker.card.name: worker.card for worker in self._leases if worker.is_live}
-        return tuple(cards.values())
+        """Return the models live workers serve, one card a name, each with every alias that leads to it."""
+        return self._dispatch.catalogue(worker.card for worker in self._leases if worker.is_live)
 
     def resolve(self, model: str) -> bool:
         """Whether anybody ever served a model of this name or alias."""

@@ -18,6 +18,7 @@ from hypercorn.config import Config as HypercornConfig
 
 from llm_ingress import h2_flow
 from llm_ingress.certs import CertificateFiles
+from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway
 from llm_ingress.public import Public
@@ -72,18 +73,6 @@ class Listener:
     def close(self) -> None:
         """Close the socket, unless `serve` took it over."""
         self.socket.close()
-
-
-class Drain:
-    """What was asked of a server that should end: finish what runs, or end at once."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.is_urgent = asyncio.Event()
-
-    def ask(self) -> None:
-        """Begin to drain; asked a second time, end at once."""
-        (self.is_urgent if self.begun.is_set() else self.begun).set()
 
 
 def listen(config: ServingConfig) -> Listener:

@@ -19,7 +19,10 @@ PACKAGES = {
 # What of the ingress a worker may know: the API's shapes and the ring's messages, none of its sockets.
 SHARED = tuple(
     f"llm_ingress.{name}"
-    for name in ("api", "certs", "dialects", "errors", "frames", "outbox", "payloads", "tls", "wire")
+    for name in (
+        *("api", "certs", "dialects", "draining", "endpoint", "errors"),
+        *("frames", "outbox", "payloads", "tls", "wire"),
+    )
 )
 MAY_IMPORT = {
     "llm_engine": ("llm_engine",),
@@ -43,6 +46,7 @@ FENCES = {
         "llm_worker/cli.py",
         "llm_serve/cli.py",
     ),
+    "dns": ("llm_worker/discovery.py",),
     "cryptography": ("llm_ingress/pki.py", "llm_ingress/certs.py"),
     "signal": (
         "llm_engine/cli.py",

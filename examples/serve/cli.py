@@ -30,10 +30,11 @@ from llm_ingress.cli import (
     serving_config,
     set_up_logging,
 )
+from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway
 from llm_ingress.public import Public
-from llm_ingress.serving import Drain, Listener, listen, serve
+from llm_ingress.serving import Listener, listen, serve
 from llm_worker.background import yield_to_decode
 from llm_worker.local import LocalRing
 from llm_worker.worker import Worker, WorkerConfig

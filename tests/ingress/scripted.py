@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llm_ingress.draining import Drain
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
-from llm_ingress.serving import Drain, ServingConfig, listen, serve
+from llm_ingress.serving import ServingConfig, listen, serve
 from llm_ingress.tls import LiveContext
 from llm_ingress.wire import (
     End,
