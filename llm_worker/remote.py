@@ -68,7 +68,9 @@ class TlsSource(Protocol):
 class RemoteRing:
     """The ring of an ingress at `url`. Thread: event loop.
 
-    The ingress must prove to be `server_hostname`, where that is not the host of the URL.
+    The ingress must prove to be `server_hostname`, where that is not the host of the URL. `attended` is one for
+    all rings of a worker: an ingress that two of them reach (by two addresses, say) would drop each for
+    the other without end, so the one that was dropped stands by.
     """
 
     def __init__(
@@ -77,11 +79,14 @@ class RemoteRing:
         tls: TlsSource,
         *,
         server_hostname: str | None = None,
+        attended: "dict[str, RemoteRing] | None" = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._url = url.rstrip("/")
         self._tls = tls
         self._server_hostname = server_hostname
+        self._attended = {} if attended is None else attended  # by ingress id
+        self._ingress_id = ""  # of the last WELCOME
         self._backoff = Backoff(chance)
         self._listener: RingListener | None = None
         self._connection: _Connection | None = None  # while attached
@@ -145,6 +150,7 @@ class RemoteRing:
     async def _run(self, hello: Hello) -> None:
         while self._listener is not None:
             try:
+                self._stand_by()
                 await self._attend(hello)
             except RingRefused as refused:
                 self._note(str(refused))
@@ -157,6 +163,12 @@ class RemoteRing:
                 delay_s = self._backoff.next_s()
             if self._listener is not None:
                 await asyncio.sleep(delay_s)
+
+    def _stand_by(self) -> None:
+        """Raises: RingLost while another ring of this worker serves the same process of an ingress."""
+        other = self._attended.get(self._ingress_id)
+        if other is not None:
+            raise RingLost(f"it is the ingress that this worker serves as {other}")
 
     async def _attend(self, hello: Hello) -> Never:
         """Dial, attach, and serve until the end. Raises: RingLost, however it ends."""
@@ -213,6 +225,8 @@ class RemoteRing:
 
     def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
         connection.patience_s = welcome.heartbeat_timeout_s
+        self._ingress_id = welcome.ingress_id
+        self._attended[welcome.ingress_id] = self
         self._connection = connection
         self._attached_at = asyncio.get_running_loop().time()
         self._last_words = None
@@ -223,6 +237,8 @@ class RemoteRing:
         if self._connection is None:
             return
         self._connection = None
+        if self._attended.get(self._ingress_id) is self:
+            del self._attended[self._ingress_id]
         if asyncio.get_running_loop().time() - self._attached_at > STEADY_S:
             self._backoff.reset()
         if self._listener is not None:
