@@ -68,9 +68,9 @@ class TlsSource(Protocol):
 class RemoteRing:
     """The ring of an ingress at `url`. Thread: event loop.
 
-    The ingress must prove to be `server_hostname`, where that is not the host of the URL. `attended` is one for
-    all rings of a worker: an ingress that two of them reach (by two addresses, say) would drop each for
-    the other without end, so the one that was dropped stands by.
+    The ingress must prove to be `server_hostname`, where that is not the host of the URL. All rings of a
+    worker share `attended`: an ingress that two of them reach (by two addresses, say) would drop each for the
+    other without end, so the one that was dropped stands by.
     """
 
     def __init__(

@@ -1,0 +1,28 @@
+"""A private CA for the session, and for each test a fleet of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.network.fleet import Fleet, run
+
+
+@pytest.fixture(scope="session")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `llm-ingress certs init` makes for an ingress on loopback."""
+    folder = tmp_path_factory.mktemp("ca") / "pki"
+    made = run("llm_ingress", "certs", "init", str(folder), "--san", "localhost,127.0.0.1")
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, pki: Path, smollm2: Path) -> Iterator[Fleet]:
+    """Processes that end with the test, and have met no fault of their own."""
+    fleet = Fleet(tmp_path, pki, smollm2)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+    assert fleet.faults() == []
