@@ -260,7 +260,7 @@ def _check_shape(path: Path, certificate: x509.Certificate, role: Role) -> None:
         else:
             _check_ingress(certificate)
     except CertificateFault as fault:
-        raise CertificateFault(f"{path}: not the certificate of a {role}: {fault}") from fault
+        raise CertificateFault(f"{path}: not the certificate of the {role}: {fault}") from fault
 
 
 def _check_issuer(path: Path, chain: Sequence[x509.Certificate], ca: Path, now: datetime) -> None:

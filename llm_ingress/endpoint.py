@@ -3,11 +3,14 @@
 Called by: the command lines of both ends.
 """
 
+import re
 from dataclasses import dataclass
 
 from llm_ingress.errors import ConfigError
 
 PORT_MAX = 65535
+
+_ENDPOINT = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<name>[^\[\]:]+))(?::(?P<port>[^:]*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +29,14 @@ def parse_endpoint(text: str, *, default_port: int | None = None) -> Endpoint:
 
     Raises: ConfigError.
     """
-    host, separator, port = _split(text)
-    if not host or (not separator and default_port is None):
+    match = _ENDPOINT.fullmatch(text)
+    if match is None:
         raise ConfigError(f"{text!r} is not HOST:PORT")
-    if not separator:
-        assert default_port is not None, "checked above"
+    host, port = match["address"] or match["name"], match["port"]
+    if port is None:
+        if default_port is None:
+            raise ConfigError(f"{text!r} is not HOST:PORT")
         return Endpoint(host, default_port)
     if not (port.isascii() and port.isdigit() and int(port) <= PORT_MAX):
         raise ConfigError(f"{text!r} has the port {port!r}, must be 0 to {PORT_MAX}")
     return Endpoint(host, int(port))
-
-
-def _split(text: str) -> tuple[str, str, str]:
-    """Return host, the colon if there is one, and port."""
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        return host, rest[:1], rest[1:]
-    return text.rpartition(":") if ":" in text else (text, "", "")

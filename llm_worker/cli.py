@@ -59,12 +59,12 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status."""
-    args = _parser().parse_args(argv)
+    args = parser_of_flags().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        options = _options(args)
+        options = options_of(args)
         with ExitStack() as stack:
             # Before the model, which takes time to load: a port that is taken is known at once.
             listener = (
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- flags -----------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llm-worker",
         description="Serve a GGUF model to the clients of one or more ingresses, dialling out to each.",
@@ -179,11 +179,12 @@ def _add_operating_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _options(args: argparse.Namespace) -> Options:
+def options_of(args: argparse.Namespace) -> Options:
     """Raises: ConfigError, also for certificate files that cannot be used; WorkerConfigError."""
-    for flag in ("discovery_interval", "drain_timeout"):
-        if getattr(args, flag) < 0:
-            raise WorkerConfigError(f"{flag} is {getattr(args, flag)}, must not be negative")
+    if args.drain_timeout < 0:
+        raise WorkerConfigError(f"drain_timeout is {args.drain_timeout}, must not be negative")
+    if not args.discovery_interval > 0:
+        raise WorkerConfigError(f"discovery_interval is {args.discovery_interval}, must be more than 0")
     urls = _urls(args)
     if not urls and args.discovery_dns is None:
         raise WorkerConfigError("give --ingress-url or --discovery-dns: there is no ingress to serve")
@@ -212,7 +213,7 @@ def _urls(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _url(text: str) -> str:
     parts = urlsplit(text)
-    if parts.scheme != "https" or not parts.hostname or parts.path not in ("", "/"):
+    if parts.scheme != "https" or "@" in parts.netloc or parts.path not in ("", "/") or parts.query:
         raise WorkerConfigError(f"ingress URL {text!r} must be https://HOST:PORT")
     endpoint = parse_endpoint(parts.netloc, default_port=CONTROL_PORT)
     return f"https://{endpoint}"

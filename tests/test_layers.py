@@ -103,20 +103,34 @@ def test_a_package_has_an_empty_init(package: str) -> None:
     assert (PACKAGES[package] / "__init__.py").read_text() == ""
 
 
+# What a machine without the worker's dependencies lacks: importing one of these fails.
+WITHOUT_LLAMA = (
+    "import sys\n"
+    "for name in ('llama_cpp', 'numpy', 'jinja2', 'huggingface_hub', 'dns', 'llm_engine', 'llm_worker'):\n"
+    "    sys.modules[name] = None\n"
+)
+
+
 def test_the_ingress_runs_without_llama_cpp_and_numpy() -> None:
     names = [
         f"llm_ingress.{path.relative_to(PACKAGES['llm_ingress']).with_suffix('')}".replace("/", ".")
         for path in PACKAGES["llm_ingress"].rglob("*.py")
         if path.name != "__init__.py"
     ]
-    program = (
-        "import sys\n"
-        "for name in ('llama_cpp', 'numpy', 'jinja2', 'huggingface_hub', 'llm_engine', 'llm_worker'):\n"
-        "    sys.modules[name] = None\n"
-        f"for name in {names!r}:\n"
-        "    __import__(name)\n"
-    )
+    program = f"{WITHOUT_LLAMA}for name in {names!r}:\n    __import__(name)\n"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT)
+
+
+def test_llm_ingress_is_a_command_without_llama_cpp() -> None:
+    program = (
+        f"{WITHOUT_LLAMA}import runpy\n"
+        "sys.argv = ['llm-ingress', '--help']\n"
+        "runpy.run_module('llm_ingress.cli', run_name='__main__')\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert "--control-bind" in shown.stdout
 
 
 def test_the_engine_package_loads_llama_cpp_only_when_it_is_used() -> None:

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.network.fleet import Fleet, run
+from tests.network.fleet import Fleet, certs
 
 
 @pytest.fixture(scope="session")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `llm-ingress certs init` makes for an ingress on loopback."""
     folder = tmp_path_factory.mktemp("ca") / "pki"
-    made = run("llm_ingress", "certs", "init", str(folder), "--san", "localhost,127.0.0.1")
-    assert made.returncode == 0, made.stderr
+    certs("init", folder, "--san", "localhost,127.0.0.1")
     return folder
 
 

@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,6 +56,13 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+def certs(*arguments: str | Path) -> str:
+    """What `llm-ingress certs` prints; it must not fail."""
+    done = run("llm_ingress", "certs", *map(str, arguments))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def free_port() -> int:
@@ -268,19 +276,34 @@ class Fleet:
         self._pki = pki
         self._model = model
 
-    def new_ingress(self, *flags: str, name: str = "ingress") -> Ingress:
-        """An ingress that is not started yet."""
-        return self._added(Ingress(name, self._pki, self._folder, *flags))
+    def another_ca(self, san: str) -> Path:
+        """The folder of an ingress of these names, and of a CA that nobody else knows."""
+        folder = self._folder / "another-ca"
+        certs("init", folder, "--san", san)
+        return folder
 
-    def new_worker(self, name: str, *ingresses: Ingress, flags: tuple[str, ...] = ()) -> Worker:
-        """A worker of these ingresses that is not started yet; its certificate is issued."""
+    def another_certificate(self, san: str) -> Path:
+        """The folder of an ingress of the same CA as all, that goes by these names."""
+        folder = self._folder / "another-certificate"
+        shutil.copytree(self._pki, folder)
+        certs("init", folder, "--san", san, "--renew")
+        return folder
+
+    def new_ingress(self, *flags: str, name: str = "ingress", pki: Path | None = None) -> Ingress:
+        """An ingress that is not started yet; `pki` is for one with a certificate of another kind."""
+        return self._added(Ingress(name, pki or self._pki, self._folder, *flags))
+
+    def new_worker(
+        self, name: str, *ingresses: Ingress, flags: tuple[str, ...] = (), identity: str | None = None
+    ) -> Worker:
+        """A worker of these ingresses that is not started yet; by default its certificate has its name."""
         to = [word for ingress in ingresses for word in ("--ingress-url", ingress.control_url)]
-        own = self.certificate(name)
+        own = self.certificate(identity or name)
         return self._added(Worker(name, own, self._folder, "--model", str(self._model), *to, *flags))
 
-    async def ingress(self, *flags: str, name: str = "ingress") -> Ingress:
+    async def ingress(self, *flags: str, name: str = "ingress", pki: Path | None = None) -> Ingress:
         """An ingress that serves."""
-        ingress = self.new_ingress(*flags, name=name)
+        ingress = self.new_ingress(*flags, name=name, pki=pki)
         await ingress.start()
         return ingress
 
@@ -304,8 +327,7 @@ class Fleet:
         """The folder of a worker's certificate, as `llm-ingress certs worker` makes it."""
         folder = self._pki.parent / name
         if not folder.exists():
-            issued = run("llm_ingress", "certs", "worker", str(self._pki), name, "--out", str(folder))
-            assert issued.returncode == 0, issued.stderr
+            certs("worker", self._pki, name, "--out", folder)
         return folder
 
     def holder(self, ingress: Ingress) -> Worker:

@@ -137,6 +137,34 @@ async def test_a_lost_lane_is_continued_on_the_next_connection_from_its_progress
         assert worker.grants[1].ref == LaneRef(lane.id, 2)
 
 
+async def test_an_ingress_reached_twice_is_served_once_and_the_other_way_stands_by(
+    issued: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway(GatewayConfig())
+    attended: dict[str, RemoteRing] = {}
+    async with controlled(gateway, issued) as control:
+        urls = [f"https://{host}:{control.port}" for host in ("127.0.0.1", "localhost")]
+        rings = [
+            RemoteRing(url, tls_of(issued.worker), attended=attended, chance=lambda: 0.05) for url in urls
+        ]
+        worker = NotingListener()
+        for ring in rings:
+            ring.attach(HELLO, worker)
+        await until(lambda: "it is the ingress that this worker serves as" in caplog.text)
+        (serving,) = attended.values()
+        n_attached = n_heard(worker, "attached")
+        for _ in range(20):  # of its turns to dial
+            await asyncio.sleep(0.01)
+        assert n_heard(worker, "attached") == n_attached
+        # The way that was used is gone: the other takes over.
+        serving.detach()
+        await until(lambda: n_heard(worker, "attached") == n_attached + 1)
+        for ring in rings:
+            ring.detach()
+            await ring.closed()
+    assert attended == {}
+
+
 async def test_what_was_said_before_leaving_arrives(issued: Issued) -> None:
     gateway = Gateway(GatewayConfig())
     async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (ring, worker):
