@@ -1,14 +1,17 @@
 """An ingress and its workers as an operator runs them: starts, ends, losses, and clients that see none."""
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from tests.network.chat import Chat, ask, sdk_of
-from tests.network.fleet import MODEL, Fleet, Ingress, Process
+from tests.network.fleet import LOOPBACK, MODEL, Fleet, Ingress, Process
 
 pytestmark = pytest.mark.model
 
@@ -160,3 +163,34 @@ async def test_a_model_whose_workers_are_all_away_is_waited_for_and_then_refused
         with pytest.raises(openai.InternalServerError):
             await waiting
     await ingress.quiet()
+
+
+async def test_https_on_both_versions_of_http_takes_streams_whole_answers_and_refusals(
+    fleet: Fleet, pki: Path
+) -> None:
+    # With the certificate of its control listener, which has the right names and purpose.
+    ingress = fleet.new_ingress("--tls-cert", str(pki / "cert.pem"), "--tls-key", str(pki / "key.pem"))
+    worker = fleet.new_worker("gpu-1", ingress)
+    ingress.launch()
+    await worker.start()
+    await worker.until_attached()
+    too_long = {"messages": [{"role": "user", "content": "word " * 1000}]}
+    for version in ("--http1.1", "--http2"):
+        assert await curl(ingress, pki, version, max_tokens=8) == 200
+        assert await curl(ingress, pki, version, max_tokens=8, stream=True) == 200
+        assert await curl(ingress, pki, version, **too_long) == 400
+
+
+async def curl(ingress: Ingress, pki: Path, version: str, **fields: Any) -> int:
+    """The status of a chat request to `ingress` over TLS; curl fails if anything of the answer is amiss."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hi."}], **fields}
+    url = f"https://{LOOPBACK}:{ingress.port}/v1/chat/completions"
+    process = await asyncio.create_subprocess_exec(
+        *("curl", "-sS", version, "--cacert", str(pki / "ca.pem"), "-H", "content-type: application/json"),
+        *("-d", json.dumps(body), "-o", "/dev/null", "-w", "%{http_code}", url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, complaints = await process.communicate()
+    assert process.returncode == 0, complaints
+    return int(out)
