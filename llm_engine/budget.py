@@ -13,6 +13,9 @@ IDLE_STEP_S = 0.25
 _SMOOTHING = 0.2
 _FIRST_GUESS_TOKENS = 32  # a slice before anything was measured
 _SMALLEST_SLICE = 4  # prompts move on, however slow a step is
+# A slice of fewer tokens says less of what one costs: what the step spends on being mixed is spread over
+# few, and believing it would make the next slice smaller still.
+_TELLING_SLICE = 32
 
 
 class Budget:
@@ -37,11 +40,12 @@ class Budget:
     def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s`."""
         if n_prompt_tokens == 0:
-            self._decode_s[n_decoding] = _smooth(self._decode_s[n_decoding], elapsed_s)
+            self._decode_s[n_decoding] = _smooth(self._decode_s[n_decoding], elapsed_s, 1.0)
         elif n_decoding == 0 or self._decode_s[n_decoding] is not None:
             prompt_s = elapsed_s - self._usual_s(n_decoding)
             token_s = max(prompt_s / n_prompt_tokens, 1e-7)
-            self._prompt_token_s = _smooth(self._prompt_token_s, token_s)
+            weight = min(1.0, n_prompt_tokens / _TELLING_SLICE)
+            self._prompt_token_s = _smooth(self._prompt_token_s, token_s, weight)
 
     def _usual_s(self, n_decoding: int) -> float:
         """The usual step of so many sequences.
@@ -56,5 +60,5 @@ class Budget:
         return n_decoding * (self._prompt_token_s or 0.0)
 
 
-def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else old + _SMOOTHING * (new - old)
+def _smooth(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else old + _SMOOTHING * weight * (new - old)

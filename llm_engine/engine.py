@@ -10,6 +10,8 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from llm_engine import gguf
@@ -50,11 +52,12 @@ class Engine:
         self._config = config
         self._count = threading.Condition()
         self._n_inflight = 0
+        self._n_preparing = 0
         self._closed = False
         scheduler = Scheduler(info.max_inflight, model)
         budget = Budget(config.batch_size, info.max_inflight)
         self._loop = Loop(backend, scheduler, budget, self._deliver)
-        self._thread = threading.Thread(target=self._loop.run, name="llm-engine-step", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="llm-engine-step", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -75,13 +78,12 @@ class Engine:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Template and tokenise a request, and clamp its `max_tokens` to the room left.
 
-        Raises: PromptTooLong, TemplateRefused.
+        Raises: PromptTooLong, TemplateRefused, EngineClosed.
         """
-        template = self._model.template
-        if template is None:
-            raise TemplateRefused("this model carries no chat template")
-        segments = template.render(request.messages, request.think)
-        prompt = self._model.tokenize(segments)
+        with self._model_in_use() as model:
+            if model.template is None:
+                raise TemplateRefused("this model carries no chat template")
+            prompt = model.tokenize(model.template.render(request.messages, request.think))
         room = self.info.n_ctx - len(prompt)
         if room < 1:
             raise PromptTooLong(len(prompt), self.info.n_ctx)
@@ -114,7 +116,7 @@ class Engine:
             inflight=inflight,
             decoding=stats.n_decoding,
             max_inflight=self.info.max_inflight,
-            available_slots=max(0, self.info.max_inflight - inflight),
+            available_slots=0 if self._closed else max(0, self.info.max_inflight - inflight),
             step_ms=stats.step_ms,
             step_age_s=time.monotonic() - stats.ended_at if stats.ended_at else 0.0,
             kv_promised_tokens=stats.kv_promised_tokens,
@@ -131,16 +133,41 @@ class Engine:
         """Fail what still runs with EngineClosed and free the model. Idempotent."""
         with self._count:
             self._closed = True
-        if self._thread.is_alive():
-            self._loop.commands.put(Close())
-            self._thread.join()
-            self._model.close()
+        self._loop.commands.put(Close())
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    def _run(self) -> None:
+        """Step until closed; a fault of the loop itself ends the engine, not its callers' patience."""
+        try:
+            self._loop.run()
+        except Exception:
+            logger.exception("the step loop failed: the engine has ended")
+        with self._count:
+            self._closed = True
+        self._loop.end()
+        with self._count:
+            self._count.wait_for(lambda: self._n_preparing == 0)
+        self._model.close()
+
+    @contextmanager
+    def _model_in_use(self) -> Iterator[Model]:
+        """Keep the model from being freed under another thread."""
+        with self._count:
+            if self._closed:
+                raise EngineClosed("the engine takes no more requests")
+            self._n_preparing += 1
+        try:
+            yield self._model
+        finally:
+            with self._count:
+                self._n_preparing -= 1
+                self._count.notify_all()
 
     def _control(self, mailbox: Mailbox, control: Control) -> None:
         match control:

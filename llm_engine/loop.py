@@ -88,7 +88,16 @@ class Loop:
             if not computed and not self._closing:
                 self.stats = StepStats(kv_promised_tokens=self._scheduler.kv_promised_tokens)
                 self._deliver(self._apply(self.commands.get()))
-        self._deliver(self._end_all())
+
+    def end(self) -> None:
+        """Answer everyone who still waits, in the queue of commands too, and free the context."""
+        events: list[Addressed] = []
+        while not self.commands.empty():
+            events += self._apply(self.commands.get_nowait())
+        ended = EngineClosed("the engine has ended")
+        events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
+        self._deliver(events)
+        self._drop_freed()
         self._backend.close()
 
     def step(self) -> tuple[list[Addressed], bool]:
@@ -143,22 +152,12 @@ class Loop:
         for seq_id in self._scheduler.take_freed():
             self._backend.drop(seq_id)
 
-    def _end_all(self) -> list[Addressed]:
-        """Answer everyone who still waits, in the queue of commands too."""
-        events: list[Addressed] = []
-        while not self.commands.empty():
-            events += self._apply(self.commands.get_nowait())
-        closed = EngineClosed("the engine was closed")
-        events += self._scheduler.fail(self._scheduler.all_sequences(), closed)
-        self._drop_freed()
-        return events
-
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
         old = self.stats
         since = old.ended_at if old.ended_at is not None else started
         rate = n_sampled / max(ended - since, 1e-6)
         self.stats = StepStats(
-            n_decoding=plan.n_decoding,
+            n_decoding=self._scheduler.n_active()[0],
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,

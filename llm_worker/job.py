@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import assert_never
 
-from llm_engine.errors import RequestError
+from llm_engine.errors import EngineClosed, RequestError
 from llm_engine.generation import Delta, Event, Failed, Finished, StopReason
 from llm_ingress.api.errors import ApiError
 from llm_ingress.wire import End, Fail, FinishReason, Head, LaneRef
@@ -107,6 +107,8 @@ class Job:
                 self.refuse(error)
             case RequestError():
                 self.refuse(refusal(error))
+            case EngineClosed():
+                self.release()
             case ProgressError():
                 logger.warning("lane %d cannot be continued: %s", self.ref.lane_id, error)
                 self.fail(str(error), retryable=True)

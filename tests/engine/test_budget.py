@@ -51,5 +51,13 @@ def test_an_unmeasured_count_is_guessed_from_a_smaller_one() -> None:
     assert abs(budget.prompt_tokens(6, 1) - spare_s / TOKEN_S) <= 1
 
 
+def test_small_slices_that_cost_more_for_being_mixed_do_not_shrink_the_next() -> None:
+    budget = learned()
+    before = budget.prompt_tokens(4, 1)
+    for _ in range(5):
+        budget.observe(4, 4, 0.020 + 4 * TOKEN_S + 0.010)
+    assert budget.prompt_tokens(4, 1) >= before - 3
+
+
 def test_before_anything_was_measured_a_slice_is_small() -> None:
     assert 0 < Budget(512, 8).prompt_tokens(0, 1) <= 64

@@ -255,6 +255,25 @@ def test_close_answers_everyone_it_holds() -> None:
             engine.submit(ask("late"))
 
 
+def test_a_fault_of_the_step_loop_answers_everyone_and_ends_the_engine(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: object) -> None:
+        raise ZeroDivisionError
+
+    with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
+        held = engine.submit(ask("go"))
+        next(held)
+        monkeypatch.setattr("llm_engine.scheduler.Scheduler.plan", broken)
+        *_, last = held
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, EngineClosed)
+        assert engine.capacity().available_slots == 0
+        with pytest.raises(EngineClosed):
+            engine.submit(ask("late"))
+    assert "the step loop failed" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_inflight", 0), ("max_inflight", 257), ("ctx_size", 0), ("batch_size", 2), ("flash_attn", "maybe")],
