@@ -83,6 +83,16 @@ async def ask(sdk: openai.AsyncOpenAI, prompt: str, **fields: Any) -> Answer:
     return await (await Chat.begin(sdk, prompt, **fields)).rest()
 
 
+async def ask_whole(sdk: openai.AsyncOpenAI, prompt: str, **fields: Any) -> Answer:
+    """A whole answer, in one piece."""
+    fields = {"model": MODEL, "temperature": 0, **fields}
+    answer = await sdk.chat.completions.create(messages=[{"role": "user", "content": prompt}], **fields)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert answer.usage is not None
+    return Answer(answer.id, choice.message.content or "", choice.finish_reason, answer.usage)
+
+
 def sdk_of(ingress: Ingress) -> openai.AsyncOpenAI:
     """The official client, except that it does not hide a refusal by trying again."""
     return openai.AsyncOpenAI(base_url=f"{ingress.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.network.fleet import Fleet, certs
+from tests.network.line import Line, LineUnavailable
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +15,17 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ca") / "pki"
     certs("init", folder, "--san", "localhost,127.0.0.1")
     return folder
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    """A line to a network of its own; list it before `fleet`, whose processes end first then."""
+    try:
+        line = Line.lay()
+    except LineUnavailable as error:
+        pytest.skip(f"no network can be cut here: {error}")
+    yield line
+    line.remove()
 
 
 @pytest.fixture

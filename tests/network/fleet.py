@@ -26,6 +26,8 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from tests.network.line import Line
+
 ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0  # for what must come; nothing waits so long unless something is wrong
@@ -189,11 +191,11 @@ class Process:
 class Ingress(Process):
     """An `llm-ingress`."""
 
-    def __init__(self, name: str, pki: Path, folder: Path, *flags: str) -> None:
+    def __init__(self, name: str, pki: Path, folder: Path, *flags: str, host: str = LOOPBACK) -> None:
         self.port, self.control_port = free_port(), free_port()
         self.url = f"http://{LOOPBACK}:{self.port}"
-        self.control_url = f"https://{LOOPBACK}:{self.control_port}"
-        where = ("--port", str(self.port), "--control-bind", f"{LOOPBACK}:{self.control_port}")
+        self.control_url = f"https://{host}:{self.control_port}"
+        where = ("--port", str(self.port), "--control-bind", f"{host}:{self.control_port}")
         super().__init__(
             name, command("llm_ingress", *where, "--pki", str(pki), "--drain-timeout", "20", *flags), folder
         )
@@ -243,12 +245,22 @@ class Ingress(Process):
 
 
 class Worker(Process):
-    """An `llm-worker` with its engine."""
+    """An `llm-worker` with its engine; on this machine, or at the far end of a line."""
 
-    def __init__(self, name: str, pki: Path, folder: Path, *flags: str) -> None:
-        self.health_url = f"http://{LOOPBACK}:{(port := free_port())}"
-        where = ("--pki", str(pki), "--health-bind", f"{LOOPBACK}:{port}", "--drain-timeout", "20")
-        super().__init__(name, command("llm_worker", *where, *WORKER_FLAGS, *flags), folder)
+    def __init__(
+        self,
+        name: str,
+        pki: Path,
+        folder: Path,
+        *flags: str,
+        program: str = "llm_worker.cli",
+        line: Line | None = None,
+    ) -> None:
+        address = f"{line.far if line else LOOPBACK}:{free_port()}"
+        self.health_url = f"http://{address}"
+        where = ("--pki", str(pki), "--health-bind", address, "--drain-timeout", "20")
+        arguments = [sys.executable, "-m", program, *where, *WORKER_FLAGS, *flags]
+        super().__init__(name, line.command(arguments) if line else arguments, folder)
 
     async def until_up(self) -> None:
         """Wait until its model is loaded, whether or not an ingress is there."""
@@ -289,17 +301,26 @@ class Fleet:
         certs("init", folder, "--san", san, "--renew")
         return folder
 
-    def new_ingress(self, *flags: str, name: str = "ingress", pki: Path | None = None) -> Ingress:
+    def new_ingress(
+        self, *flags: str, name: str = "ingress", pki: Path | None = None, host: str = LOOPBACK
+    ) -> Ingress:
         """An ingress that is not started yet; `pki` is for one with a certificate of another kind."""
-        return self._added(Ingress(name, pki or self._pki, self._folder, *flags))
+        return self._added(Ingress(name, pki or self._pki, self._folder, *flags, host=host))
 
     def new_worker(
-        self, name: str, *ingresses: Ingress, flags: tuple[str, ...] = (), identity: str | None = None
+        self,
+        name: str,
+        *ingresses: Ingress,
+        flags: tuple[str, ...] = (),
+        identity: str | None = None,
+        program: str = "llm_worker.cli",
+        line: Line | None = None,
     ) -> Worker:
         """A worker of these ingresses that is not started yet; by default its certificate has its name."""
         to = [word for ingress in ingresses for word in ("--ingress-url", ingress.control_url)]
         own = self.certificate(identity or name)
-        return self._added(Worker(name, own, self._folder, "--model", str(self._model), *to, *flags))
+        flags = ("--model", str(self._model), *to, *flags)
+        return self._added(Worker(name, own, self._folder, *flags, program=program, line=line))
 
     async def ingress(self, *flags: str, name: str = "ingress", pki: Path | None = None) -> Ingress:
         """An ingress that serves."""
