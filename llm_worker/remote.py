@@ -224,7 +224,7 @@ class RemoteRing:
                 raise RingLost("it sent a second WELCOME, or a REFUSED behind it")
 
     def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
-        connection.patience_s = welcome.heartbeat_timeout_s
+        connection.welcome(welcome.heartbeat_timeout_s)
         self._ingress_id = welcome.ingress_id
         self._attended[welcome.ingress_id] = self
         self._connection = connection
@@ -261,18 +261,24 @@ class _Connection:
         hear: "Callable[[_Connection, Message], None]",
     ) -> None:
         self.n_seen = 0  # LANEs received
-        self.patience_s = DIAL_S  # with an ingress that is silent
         self._ws = ws
         self._hear = partial(hear, self)
         self._reader = FrameReader(FROM_INGRESS, max_open_bytes=(hello.max_inflight + 1) * MAX_LANE_BYTES)
         self._outbox = Outbox()
         self._has_output = asyncio.Event()
+        self._patience_s = DIAL_S  # with an ingress that is silent
+        self._welcomed = asyncio.Event()
         self._ping_is_due = False
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[RingLost] = self._loop.create_future()
         self.send(hello)
+
+    def welcome(self, patience_s: float) -> None:
+        """It is attached: silence counts from here."""
+        self._patience_s = patience_s
+        self._welcomed.set()
 
     # -- what is said: the writer takes all of one turn of the event loop in the next --
 
@@ -371,15 +377,23 @@ class _Connection:
 
     async def _watch(self) -> Never:
         """Ask for a sign of life, and give up without one: a cut line says nothing."""
+        await self._until_welcomed()
+        interval_s = self._patience_s / PINGS_PER_PATIENCE
         while True:
-            interval_s = self.patience_s / PINGS_PER_PATIENCE
             slept_at = self._loop.time()
             await asyncio.sleep(interval_s)
             now = self._loop.time()
             if now - slept_at > 2 * interval_s:
                 # This process was starved itself, and what was said to it lies unread.
                 self._heard_at = now
-            elif now - self._heard_at > self.patience_s:
-                raise RingLost(f"nothing heard from it for {self.patience_s:g} s")
+            elif now - self._heard_at > self._patience_s:
+                raise RingLost(f"nothing heard from it for {self._patience_s:g} s")
             self._ping_is_due = True
             self._has_output.set()
+
+    async def _until_welcomed(self) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._welcomed.wait()
+        except TimeoutError:
+            raise RingLost(f"no WELCOME within {self._patience_s:g} s") from None

@@ -349,6 +349,25 @@ async def test_an_ingress_that_misbehaves_is_let_go_of_with_a_reason(
         await until(lambda: n_heard(worker, "detached") == n_heard(worker, "attached"))
 
 
+async def test_the_silence_of_an_idle_ingress_counts_from_its_welcome(
+    issued: Issued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_worker.remote.DIAL_S", 1.0)  # whose rhythm is slower than the timeout below
+    gateway = Gateway(GatewayConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.2))
+    async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (_, worker):
+        await until(lambda: n_heard(worker, "attached") == 1)
+        await asyncio.sleep(1.0)  # time itself is the subject
+        assert n_heard(worker, "detached") == 0
+
+
+async def test_an_ingress_that_never_welcomes_is_let_go_of(
+    issued: Issued, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_worker.remote.DIAL_S", 0.2)
+    async with scripted_ingress(issued, saying()) as port, dialled(port, issued.worker):
+        assert "no WELCOME within 0.2 s" in await said(caplog)
+
+
 async def test_an_ingress_that_takes_nothing_does_not_fill_the_workers_memory(
     issued: Issued, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
