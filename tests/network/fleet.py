@@ -197,7 +197,7 @@ class Ingress(Process):
         self.control_url = f"https://{host}:{self.control_port}"
         where = ("--port", str(self.port), "--control-bind", f"{host}:{self.control_port}")
         super().__init__(
-            name, command("llm_ingress", *where, "--pki", str(pki), "--drain-timeout", "20", *flags), folder
+            name, command("llm_ingress", *where, "--pki", str(pki), "--drain-timeout", "50", *flags), folder
         )
 
     async def until_up(self) -> None:
@@ -258,7 +258,7 @@ class Worker(Process):
     ) -> None:
         address = f"{line.far if line else LOOPBACK}:{free_port()}"
         self.health_url = f"http://{address}"
-        where = ("--pki", str(pki), "--health-bind", address, "--drain-timeout", "20")
+        where = ("--pki", str(pki), "--health-bind", address, "--drain-timeout", "50")
         arguments = [sys.executable, "-m", program, *where, *WORKER_FLAGS, *flags]
         super().__init__(name, line.command(arguments) if line else arguments, folder)
 

@@ -138,11 +138,11 @@ async def test_an_ingress_told_to_end_finishes_what_runs_and_what_is_parked(
     fleet: Fleet, ingress: Ingress, sdk: openai.AsyncOpenAI
 ) -> None:
     worker = await fleet.worker("gpu-1", ingress)
-    asked = [asyncio.create_task(ask(sdk, STORY, max_tokens=60)) for _ in range(4)]
+    asked = [asyncio.create_task(ask(sdk, STORY, max_tokens=30)) for _ in range(4)]
     await ingress.until(lambda health: health["open"] == 4 and health["lanes"]["waiting"] == 2)
     assert await ingress.stop() == 0
     answers = [await answer for answer in asked]
-    assert [answer.usage.completion_tokens for answer in answers] == [60] * 4
+    assert [answer.usage.completion_tokens for answer in answers] == [30] * 4
     await worker.until_says("this ingress goes away")
     assert worker.health()["inflight"] == 0
 
