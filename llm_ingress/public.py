@@ -221,6 +221,7 @@ def _health(snapshot: GatewaySnapshot) -> dict[str, Any]:
         "cancelled": snapshot.cancelled,
         "failed": snapshot.failed,
         "open": snapshot.open,
+        "dropped_frames": snapshot.dropped_frames,
         "model": _model_facts(snapshot.workers[0].card) if snapshot.workers else None,
         "workers": [_worker_facts(worker) for worker in snapshot.workers],
     }
