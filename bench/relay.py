@@ -20,9 +20,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.report import print_table, spread, write_json
+from llm_ingress.draining import Drain
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane
 from llm_ingress.public import Public
-from llm_ingress.serving import Drain, ServingConfig, listen, serve
+from llm_ingress.serving import ServingConfig, listen, serve
 from llm_ingress.wire import End, FinishReason, Grant, Head, Hello, LaneRef, ModelCard
 
 CARD = ModelCard(name="m", file="none", n_params=0, n_ctx=0, fingerprint="f", created=0)
@@ -98,7 +99,7 @@ def _measure(load: Load) -> dict[str, float]:
     server = context.Process(target=_server, args=(there, load))
     server.start()
     port = here.recv()
-    client = context.Process(target=_client, args=(port, load))
+    client = context.Process(target=read_streams, args=(port, load))
     client.start()
     result: dict[str, float] = here.recv()
     client.join()
@@ -149,6 +150,9 @@ class FakeWorker:
     def drain(self) -> None:
         pass
 
+    def close(self, why: str) -> None:
+        raise AssertionError(f"the gateway let go of the worker: {why}")
+
     def begin(self) -> None:
         for ref in self._refs:
             self._gateway.head(self._id, ref, HEAD)
@@ -171,7 +175,7 @@ async def _serve(parent: Connection, load: Load) -> None:
     public = Public(gateway)
     config = ServingConfig(port=0)
     listener = listen(config)
-    parent.send(listener.getsockname()[1])
+    parent.send(listener.socket.getsockname()[1])
     drain = Drain()
     serving = asyncio.create_task(serve(public, gateway, listener, config, drain))
     worker = FakeWorker(gateway, load)
@@ -209,7 +213,7 @@ async def _steps(gateway: CountingGateway, worker: FakeWorker, load: Load) -> di
 # --- the reading process --------------------------------------------------------------------------------
 
 
-def _client(port: int, load: Load) -> None:
+def read_streams(port: int, load: Load) -> None:
     """Open every stream and read each to its end."""
     poll = selectors.DefaultSelector()
     for _ in range(load.n_streams):

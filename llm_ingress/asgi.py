@@ -59,10 +59,11 @@ class Call:
 
     def header(self, name: bytes) -> str | None:
         """Return a request header by its name in small letters."""
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return str(value.decode("latin-1"))
-        return None
+        return next(iter(self.headers(name)), None)
+
+    def headers(self, name: bytes) -> list[str]:
+        """Return all request headers of a name in small letters."""
+        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name]
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of the answer."""

@@ -1,6 +1,7 @@
 """The bounds a ring is run within: places, bytes, attempts, time.
 
-Pure: `overdue` says how a lane ends that is past one of its limits of time; `gateway.py` asks, and ends it.
+Pure: `overdue` says how a lane ends that is past one of its limits of time, `hopeless` how one does that no
+further claim would help; `gateway.py` asks, and ends it.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class GatewayConfig:
     contended_stall_timeout_s: float = 2.0  # while other lanes wait for the same model
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
+    claim_timeout_s: float = 60.0  # for a worker's first word about a lane it was granted
     max_attempts: int = 3
     no_worker_timeout_s: float = 10.0
 
@@ -35,6 +37,7 @@ class GatewayConfig:
             "stall_timeout_s",
             "contended_stall_timeout_s",
             "heartbeat_interval_s",
+            "claim_timeout_s",
             "no_worker_timeout_s",
         ):
             value = getattr(self, name)
@@ -58,6 +61,17 @@ def overdue(lane: Lane, now: float, config: GatewayConfig, *, is_contended: bool
     if lane.is_paused and lane.paused_s(now) >= _stall_limit_s(config, is_contended):
         message = f"the client read too slowly for {lane.paused_s(now):.1f} s"
         return Outcome(state=LaneState.CANCELLED, reason=OutcomeReason.STALLED, message=message)
+    return None
+
+
+def hopeless(lane: Lane, config: GatewayConfig, why: str) -> Outcome | None:
+    """Return how a lane ends that comes back from a worker and is not worth another claim."""
+    if lane.attempts >= config.max_attempts:
+        message = f"given up after {lane.attempts} attempts; the last: {why}"
+        return Outcome(state=LaneState.FAILED, reason=OutcomeReason.ATTEMPTS_SPENT, message=message)
+    if not lane.can_continue:
+        message = f"the answer cannot be continued elsewhere: {why}"
+        return Outcome(state=LaneState.FAILED, reason=OutcomeReason.WORKER_LOST, message=message)
     return None
 
 

@@ -10,20 +10,29 @@ from llm_ingress.api.errors import ApiError
 from llm_ingress.api.schemas import parse_chat
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request says that the ingress acts on."""
+
+    model: str
+    user: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """One path's ways.
 
-    `model_of` checks a body completely and returns the model it asks for, or raises ApiError.
+    `read` checks a body completely and returns what the ingress needs of it, or raises ApiError.
     `error_event` is the last thing in a stream that fails after its first byte.
     """
 
-    model_of: Callable[[bytes], str]
+    read: Callable[[bytes], Asked]
     error_event: Callable[[ApiError], bytes]
 
 
-def _chat_model(body: bytes) -> str:
-    return parse_chat(body).model
+def _read_chat(body: bytes) -> Asked:
+    request = parse_chat(body)
+    return Asked(request.model, request.user)
 
 
 def _sse_error(error: ApiError) -> bytes:
@@ -32,5 +41,5 @@ def _sse_error(error: ApiError) -> bytes:
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": Dialect(model_of=_chat_model, error_event=_sse_error),
+    "/v1/chat/completions": Dialect(read=_read_chat, error_event=_sse_error),
 }

@@ -10,6 +10,7 @@ come first served within a tenant. Taking the next fresh lane costs the same how
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
@@ -118,6 +119,16 @@ class Dispatch:
     def name_of(self, model: str) -> str | None:
         """Return the canonical name of a model; None if nobody ever served it."""
         return self._names.get(model)
+
+    def catalogue(self, cards: Iterable[ModelCard]) -> tuple[ModelCard, ...]:
+        """Return one card a model, with the aliases of all its workers; none twice, none of another model."""
+        models: dict[str, ModelCard] = {}
+        for card in cards:
+            earlier = models.get(card.name, card)
+            names = dict.fromkeys((*earlier.aliases, *card.aliases))
+            aliases = tuple(name for name in names if name != card.name and self.name_of(name) == card.name)
+            models[card.name] = replace(card, aliases=aliases)
+        return tuple(models.values())
 
     def waiting(self) -> Iterator[Lane]:
         """Go over all waiting lanes."""

@@ -2,13 +2,19 @@
 
 IngressError
 ├── ConfigError      the operator's: an option is out of its range (names field, value and range)
+│   └── CertificateFault   a certificate or its key cannot be used (says which and why)
 ├── UnknownModel     the caller's: no worker ever served a model of that name
 ├── Refused          nobody's: no lane can be had now; says why, and when to come again
-├── ProtocolFault    a worker's: its messages break the ring protocol; its connection should end
+├── WorkerRefused    a worker's or its operator's: it may not attach; says for what, and when to come again
+├── ProtocolFault    a peer's: what it says breaks the ring protocol; its connection should end
+│   └── WireError          its bytes are no messages
+│       └── UnknownVersion     it speaks another version of the protocol
 └── IllegalMove      ours: a lane was asked for a state it cannot reach from the one it is in
 """
 
 from enum import StrEnum
+
+from llm_ingress.wire import RefusedFor
 
 
 class IngressError(Exception):
@@ -17,6 +23,10 @@ class IngressError(Exception):
 
 class ConfigError(IngressError, ValueError):
     """An option is out of its range."""
+
+
+class CertificateFault(ConfigError):
+    """A certificate or its key cannot be used: one of our files, or what the other side presented."""
 
 
 class UnknownModel(IngressError):
@@ -46,8 +56,29 @@ class Refused(IngressError):
         self.message = message
 
 
+class WorkerRefused(IngressError):
+    """A worker may not attach."""
+
+    def __init__(self, reason: RefusedFor, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
 class ProtocolFault(IngressError):
-    """A worker sent what the ring protocol does not allow at that point."""
+    """A peer sent what the ring protocol does not allow at that point."""
+
+
+class WireError(ProtocolFault):
+    """A peer's bytes are no messages of the ring protocol."""
+
+
+class UnknownVersion(WireError):
+    """A worker speaks another version of the ring protocol."""
+
+    def __init__(self, protocol: int) -> None:
+        super().__init__(f"it speaks version {protocol} of the ring protocol")
+        self.protocol = protocol
 
 
 class IllegalMove(IngressError):

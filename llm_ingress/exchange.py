@@ -17,12 +17,14 @@ from llm_ingress.bodies import Bodies
 from llm_ingress.dialects import Dialect
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
+from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Head
 
 logger = logging.getLogger(__name__)
 
 # After its lane has ended, a client has this long to take what is left of the answer.
 FLUSH_TIMEOUT_S = 30.0
+FORWARDED_FOR = b"x-forwarded-for"
 
 _REFUSALS = {
     OutcomeReason.QUEUE_TIMEOUT: RefusalReason.QUEUE_TIMEOUT,
@@ -34,8 +36,9 @@ _REFUSALS = {
 class Exchange:
     """One request and the lane it takes. Thread: event loop."""
 
-    def __init__(self, gateway: Gateway, dialect: Dialect, call: Call) -> None:
+    def __init__(self, gateway: Gateway, tenancy: Tenancy, dialect: Dialect, call: Call) -> None:
         self._gateway = gateway
+        self._tenancy = tenancy
         self._dialect = dialect
         self._call = call
         self._loop = asyncio.get_running_loop()
@@ -78,12 +81,13 @@ class Exchange:
     def _open_lane(self, body: bytes) -> Lane:
         """Take a place in the ring. Raises: ApiError."""
         call = self._call
+        asked = self._dialect.read(body)
         request = LaneRequest(
             path=call.path,
             body=body,
-            model=self._dialect.model_of(body),
+            model=asked.model,
             request_id=call.request_id,
-            tenant=call.client_host,
+            tenant=self._tenancy.tenant_of(call.client_host, call.headers(FORWARDED_FOR), asked.user),
         )
         try:
             return self._gateway.open_lane(request, self._on_change)

@@ -9,13 +9,13 @@ import random
 import time
 from collections.abc import Callable, Mapping
 
-from llm_ingress.bounds import GatewayConfig, overdue
+from llm_ingress.bounds import GatewayConfig, hopeless, overdue
 from llm_ingress.dispatch import Dispatch, choose_worker, suits
-from llm_ingress.errors import ProtocolFault, RefusalReason, Refused, UnknownModel
+from llm_ingress.errors import ProtocolFault, RefusalReason, Refused, UnknownModel, WorkerRefused
 from llm_ingress.lanes import Lane, LanePool, LaneRequest, LaneState, Outcome, OutcomeReason
 from llm_ingress.leases import Leases, WorkerLink, WorkerView
 from llm_ingress.snapshot import GatewaySnapshot, WorkerSnapshot, snapshot_of
-from llm_ingress.wire import End, Fail, Grant, Head, Heartbeat, Hello, LaneRef, ModelCard
+from llm_ingress.wire import End, Fail, Grant, Head, Heartbeat, Hello, LaneRef, ModelCard, RefusedFor
 
 __all__ = [
     "Gateway",
@@ -37,6 +37,9 @@ RETRY_AFTER_S: Mapping[RefusalReason, int] = {
     RefusalReason.DRAINING: 5,
     RefusalReason.NO_WORKERS: 10,
 }
+
+# What a worker may have under way when its lane is paused, a whole answer in one piece included.
+OVERRUN_BYTES = 16 * 1024 * 1024
 
 
 class Gateway:
@@ -94,11 +97,19 @@ class Gateway:
     # The workers' side. A frame of an unknown worker, of an old claim, or of a lane that the worker does not
     # hold is dropped and counted: each is what a lost lease or a cancel leaves behind on the way.
 
-    def attach(self, hello: Hello, link: WorkerLink) -> int:
-        """Take in a worker; the number returned is its name in every other call."""
+    def attach(self, hello: Hello, link: WorkerLink, *, identity: str | None = None) -> int:
+        """Take in a worker; the number returned is its name in every other call.
+
+        Of one `identity` one connection is attached. The same instance takes its own place at once; another
+        does if it says so, or once the first one's lease has ended.
+
+        Raises: WorkerRefused for a duplicate.
+        """
+        if identity is not None:
+            self._make_room(identity, hello)
         now = self._clock()
         self._dispatch.learn(hello.model)
-        worker = self._leases.attach(hello, link, now)
+        worker = self._leases.attach(hello, link, now, identity=identity)
         self._watch_company(now)
         return worker.id
 
@@ -109,6 +120,7 @@ class Gateway:
         """
         worker = self._hear(worker_id)
         if worker is not None:
+            worker.note_idle_frame()
             worker.offer(n, seen)
             self._serve(worker)
 
@@ -138,7 +150,7 @@ class Gateway:
 
         Progress may come before the head, bytes may not.
 
-        Raises: ProtocolFault for bytes before the head.
+        Raises: ProtocolFault for bytes before the head, or long after the lane was paused.
         """
         lane = self._hear_of(worker_id, ref)
         if lane is None:
@@ -150,6 +162,8 @@ class Gateway:
             self._relieve(lane)
         if data:
             lane.on_change()
+        elif not (progress and lane.keeps_progress):
+            self._note_idle_frame(worker_id)
 
     def end(self, worker_id: int, ref: LaneRef, end: End) -> None:
         """Complete the answer.
@@ -190,6 +204,7 @@ class Gateway:
         """Renew a worker's lease and note its capacity."""
         worker = self._hear(worker_id)
         if worker is not None:
+            worker.note_idle_frame()
             worker.heartbeat = heartbeat
 
     def draining(self, worker_id: int) -> None:
@@ -213,15 +228,19 @@ class Gateway:
         """Act on what time alone decides; called several times a second.
 
         1. A worker silent past its lease loses its lanes; it is told to drop them, should it wake.
-        2. A lane past one of its limits ends.
+        2. A worker that is not worth its connection loses that too.
+        3. A lane past one of its limits ends.
         """
         now = self._clock()
+        self._leases.allow_idle_frames(now)
         for worker in self._leases.expire(now):  # 1
             for lane in worker.held.values():
                 worker.link.cancel(lane.ref)
             self._lose(worker, f"nothing heard from its worker for {self.config.heartbeat_timeout_s:g} s")
+        for worker, why in self._leases.at_fault(now, claim_timeout_s=self.config.claim_timeout_s):  # 2
+            self._dismiss(worker, why)
         contended = self._dispatch.contended()
-        for lane in tuple(self._pool.lanes()):  # 2
+        for lane in tuple(self._pool.lanes()):  # 3
             outcome = overdue(lane, now, self.config, is_contended=lane.model in contended)
             if outcome is not None:
                 self._end(lane, outcome)
@@ -244,9 +263,8 @@ class Gateway:
         return self._pool.n_open == 0
 
     def models(self) -> tuple[ModelCard, ...]:
-        """Return the models live workers serve, one card a name."""
-        cards = {worker.card.name: worker.card for worker in self._leases if worker.is_live}
-        return tuple(cards.values())
+        """Return the models live workers serve, one card a name, each with every alias that leads to it."""
+        return self._dispatch.catalogue(worker.card for worker in self._leases if worker.is_live)
 
     def resolve(self, model: str) -> bool:
         """Whether anybody ever served a model of this name or alias."""
@@ -319,6 +337,21 @@ class Gateway:
 
     # Frames and leases.
 
+    def _make_room(self, identity: str, hello: Hello) -> None:
+        """Let go of the earlier connection of a worker. Raises: WorkerRefused if that may not be."""
+        earlier = self._leases.of_identity(identity)
+        if earlier is None:
+            return
+        is_another = earlier.hello.instance_id != hello.instance_id
+        if is_another and earlier.is_live and not hello.takeover:
+            raise WorkerRefused(RefusedFor.DUPLICATE, f"another instance of {identity} is attached")
+        self._dismiss(earlier, "a newer connection of the same worker takes its place")
+
+    def _dismiss(self, worker: WorkerView, why: str) -> None:
+        """Forget a worker from this side."""
+        self.detach(worker.id, why)
+        worker.link.close(why)
+
     def _hear(self, worker_id: int) -> WorkerView | None:
         """Renew a worker's lease; one that had lapsed is back, and its last offer stands."""
         worker = self._leases.get(worker_id)
@@ -340,7 +373,15 @@ class Gateway:
         lane = worker.holds(ref)
         if lane is None:
             self._n_dropped_frames += 1
+            worker.note_idle_frame()
+        else:
+            lane.is_answered = True
         return lane
+
+    def _note_idle_frame(self, worker_id: int) -> None:
+        worker = self._leases.get(worker_id)
+        if worker is not None:
+            worker.note_idle_frame()
 
     def _relieve(self, lane: Lane) -> None:
         """Bring a lane's buffers back to their bound.
@@ -348,6 +389,8 @@ class Gateway:
         Progress that fills it alone is given up; otherwise the worker waits until the client has read.
         """
         bound = self.config.response_buffer_bytes
+        if lane.unread > bound + OVERRUN_BYTES:
+            raise ProtocolFault(f"{lane.unread} bytes unread in lane {lane.id}, which is paused")
         if len(lane.progress) > bound:
             lane.give_up_progress()
         holder = self._leases.holder_of(lane)
@@ -382,9 +425,9 @@ class Gateway:
 
     def _take_back(self, lane: Lane, why: str) -> None:
         """Take a lane from its worker and place it again, or end it if another claim is no use."""
-        hopeless = self._hopeless(lane, why)
-        if hopeless is not None:
-            self._close(lane, hopeless)
+        outcome = hopeless(lane, self.config, why)
+        if outcome is not None:
+            self._close(lane, outcome)
             lane.on_change()
             return
         now = self._clock()
@@ -393,16 +436,6 @@ class Gateway:
         if not self._grant_at_once(lane, now):
             self._dispatch.put_back(lane)
             self._watch(lane, now)
-
-    def _hopeless(self, lane: Lane, why: str) -> Outcome | None:
-        """Return how a lane ends that comes back from a worker and is not worth another claim."""
-        if lane.attempts >= self.config.max_attempts:
-            message = f"given up after {lane.attempts} attempts; the last: {why}"
-            return Outcome(state=LaneState.FAILED, reason=OutcomeReason.ATTEMPTS_SPENT, message=message)
-        if not lane.can_continue:
-            message = f"the answer cannot be continued elsewhere: {why}"
-            return Outcome(state=LaneState.FAILED, reason=OutcomeReason.WORKER_LOST, message=message)
-        return None
 
     def _watch_company(self, now: float) -> None:
         """Note, after workers came or went, since when each waiting lane has nobody to hope for."""

@@ -103,6 +103,8 @@ class Lane:
     fingerprint: str | None = None  # of the worker that last held it
     progress: bytearray = field(default_factory=bytearray)
     alone_since: float | None = None  # waiting, and no worker there is could take it
+    claimed_at: float = 0.0  # when the newest claim began
+    is_answered: bool = False  # its holder has said something about it
     _chunks: list[bytes] = field(init=False, default_factory=list)
     _is_begun: bool = field(
         init=False, default=False
@@ -132,6 +134,11 @@ class Lane:
         return self._paused_since is not None
 
     @property
+    def keeps_progress(self) -> bool:
+        """Whether progress of this claim is of any use."""
+        return self._keeps_progress
+
+    @property
     def can_continue(self) -> bool:
         """Whether another claim could go on without repeating or losing a byte the client has."""
         return bool(self.progress) or not self._is_begun
@@ -150,6 +157,8 @@ class Lane:
         self.move(LaneState.CLAIMED)
         self._waited_s += now - self._waiting_since
         self.claim += 1
+        self.claimed_at = now
+        self.is_answered = False
         self.fingerprint = fingerprint
         return self.ref
 

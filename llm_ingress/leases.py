@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llm_ingress.errors import ProtocolFault
-from llm_ingress.lanes import Lane
+from llm_ingress.lanes import Lane, LaneState
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
+
+# Frames that move nothing: offers and heartbeats beyond need, lanes it does not hold, empty bodies. A worker
+# may send so many in one second, or that of one second at once.
+IDLE_FRAMES_PER_S = 20_000
+# A worker whose lease ended this many times over is not waited for any longer.
+LEASES_UNTIL_FORGOTTEN = 10
 
 
 class WorkerLink(Protocol):
@@ -31,6 +37,9 @@ class WorkerLink(Protocol):
     def drain(self) -> None:
         """Tell it that this ingress goes away."""
 
+    def close(self, why: str) -> None:
+        """End the connection: the gateway has forgotten this worker, and hears nothing of it any more."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerView:
@@ -40,11 +49,13 @@ class WorkerView:
     hello: Hello
     link: WorkerLink
     heard_at: float
+    identity: str | None = None  # what it proved to be; None within one process
     is_live: bool = True  # False from the lease's end to the next frame
     is_draining: bool = False
     heartbeat: Heartbeat | None = None
     credit: int = 0  # lanes it would still take
     n_granted: int = 0  # on this connection
+    n_idle_frames: float = 0.0  # that moved nothing, less what time allows
     held: dict[int, Lane] = field(default_factory=dict)
     # Given back by this worker since its last CREDIT: until the next it has no place for them.
     declined: set[int] = field(default_factory=set)
@@ -65,6 +76,19 @@ class WorkerView:
         self.credit = max(0, n - n_unseen)
         self.declined.clear()
 
+    def note_idle_frame(self) -> None:
+        """Count a frame that moved nothing. Raises: ProtocolFault if the worker floods."""
+        self.n_idle_frames += 1
+        if self.n_idle_frames > IDLE_FRAMES_PER_S:
+            raise ProtocolFault(f"over {IDLE_FRAMES_PER_S} frames in a second that move nothing")
+
+    def unanswered(self, before: float) -> Lane | None:
+        """Return a lane it was granted before then and has said nothing about."""
+        for lane in self.held.values():
+            if lane.state is LaneState.CLAIMED and not lane.is_answered and lane.claimed_at < before:
+                return lane
+        return None
+
     def holds(self, ref: LaneRef) -> Lane | None:
         """Return the lane if this worker holds it under this very claim."""
         lane = self.held.get(ref.lane_id)
@@ -81,6 +105,7 @@ class Leases:
         self._holders: dict[int, WorkerView] = {}  # by lane id
         self._n_attached = 0
         self._scanned_at: float | None = None
+        self._allowed_at: float | None = None
         self._grace_until = 0.0
 
     def __iter__(self) -> Iterator[WorkerView]:
@@ -91,10 +116,16 @@ class Leases:
         """Return an attached worker."""
         return self._workers.get(worker_id)
 
-    def attach(self, hello: Hello, link: WorkerLink, now: float) -> WorkerView:
+    def of_identity(self, identity: str) -> WorkerView | None:
+        """Return the worker attached under an identity."""
+        return next((worker for worker in self if worker.identity == identity), None)
+
+    def attach(
+        self, hello: Hello, link: WorkerLink, now: float, *, identity: str | None = None
+    ) -> WorkerView:
         """Begin a worker's lease."""
         self._n_attached += 1
-        worker = WorkerView(id=self._n_attached, hello=hello, link=link, heard_at=now)
+        worker = WorkerView(id=self._n_attached, hello=hello, link=link, heard_at=now, identity=identity)
         self._workers[worker.id] = worker
         return worker
 
@@ -141,3 +172,27 @@ class Leases:
         for worker in silent:
             worker.is_live = False
         return silent
+
+    def at_fault(self, now: float, *, claim_timeout_s: float) -> list[tuple[WorkerView, str]]:
+        """Return the workers that are not worth their connection any more, each with the reason.
+
+        1. Silent many leases long: it is not coming back to this connection.
+        2. Granted a lane, alive, and without a word about it: it takes work and does none.
+        """
+        forget_s = LEASES_UNTIL_FORGOTTEN * self._timeout_s
+        faults = []
+        for worker in self:
+            if not worker.is_live and now - worker.heard_at > forget_s:  # 1
+                faults.append((worker, f"nothing heard from it for {forget_s:g} s"))
+            elif (lane := worker.unanswered(now - claim_timeout_s)) is not None:  # 2
+                faults.append(
+                    (worker, f"it claimed lane {lane.id} and said nothing for {claim_timeout_s:g} s")
+                )
+        return faults
+
+    def allow_idle_frames(self, now: float) -> None:
+        """Let every worker send what the time since the last call allows."""
+        since_s = 0.0 if self._allowed_at is None else now - self._allowed_at
+        self._allowed_at = now
+        for worker in self:
+            worker.n_idle_frames = max(0.0, worker.n_idle_frames - since_s * IDLE_FRAMES_PER_S)

@@ -7,7 +7,7 @@ Owns: the bodies being read, and how many requests are on token paths. Called by
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -25,6 +25,7 @@ from llm_ingress.dialects import DIALECTS, Dialect
 from llm_ingress.errors import ConfigError, RefusalReason
 from llm_ingress.exchange import Exchange
 from llm_ingress.gateway import Gateway, GatewaySnapshot, WorkerSnapshot
+from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Heartbeat, ModelCard
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,12 @@ CAPACITY_FIELDS = ("inflight", "decoding", "max_inflight", "available_slots")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicConfig:
-    """Bounds of what clients may send."""
+    """Bounds of what clients may send, and whose it is."""
 
     max_request_bytes: int = 16 * 1024 * 1024
     max_reading_bytes: int = 256 * 1024 * 1024  # of all bodies being read together
     body_timeout_s: float = 30.0
+    tenancy: Tenancy = field(default_factory=Tenancy)
 
     def __post_init__(self) -> None:
         if self.max_request_bytes < 1:
@@ -62,6 +64,7 @@ class Public:
     ) -> None:
         config = config or PublicConfig()
         self._gateway = gateway
+        self._tenancy = config.tenancy
         self._bodies = Bodies(
             limit_bytes=config.max_request_bytes,
             total_bytes=config.max_reading_bytes,
@@ -110,7 +113,7 @@ class Public:
     async def _exchange(self, dialect: Dialect, call: Call) -> None:
         self._n_exchanges += 1
         try:
-            await Exchange(self._gateway, dialect, call).run(self._bodies)
+            await Exchange(self._gateway, self._tenancy, dialect, call).run(self._bodies)
         finally:
             self._n_exchanges -= 1
 
@@ -218,6 +221,7 @@ def _health(snapshot: GatewaySnapshot) -> dict[str, Any]:
         "cancelled": snapshot.cancelled,
         "failed": snapshot.failed,
         "open": snapshot.open,
+        "dropped_frames": snapshot.dropped_frames,
         "model": _model_facts(snapshot.workers[0].card) if snapshot.workers else None,
         "workers": [_worker_facts(worker) for worker in snapshot.workers],
     }

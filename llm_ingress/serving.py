@@ -10,15 +10,19 @@ import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import hypercorn.asyncio
 from hypercorn.config import Config as HypercornConfig
 
 from llm_ingress import h2_flow
+from llm_ingress.certs import CertificateFiles
+from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway
 from llm_ingress.public import Public
+from llm_ingress.tls import LiveContext, follow, public_context
 
 logger = logging.getLogger(__name__)
 
@@ -51,27 +55,39 @@ class ServingConfig:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}, must not be negative")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together: give both or neither")
-        if self.tls_cert is not None and self.tls_key is not None:
-            _check_tls_files(self.tls_cert, self.tls_key)
 
 
-class Drain:
-    """What was asked of a server that should end: finish what runs, or end at once."""
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """The open public socket, and what its TLS handshakes use: None where it speaks plain HTTP."""
 
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.is_urgent = asyncio.Event()
+    socket: socket.socket
+    tls: LiveContext | None
 
-    def ask(self) -> None:
-        """Begin to drain; asked a second time, end at once."""
-        (self.is_urgent if self.begun.is_set() else self.begun).set()
+    @property
+    def url(self) -> str:
+        host, port = self.socket.getsockname()[:2]
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def close(self) -> None:
+        """Close the socket, unless `serve` took it over."""
+        self.socket.close()
 
 
-def listen(config: ServingConfig) -> socket.socket:
+def listen(config: ServingConfig) -> Listener:
     """Open the public socket. Whoever connects before `serve` is reached waits in the kernel's backlog.
 
-    Raises: ConfigError if the address cannot be had.
+    Raises: ConfigError if the address cannot be had; CertificateFault if the TLS files cannot be used.
     """
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        files = CertificateFiles(cert=config.tls_cert, key=config.tls_key)
+        tls = LiveContext(public_context, files, datetime.now(UTC))
+    return Listener(_open_socket(config), tls)
+
+
+def _open_socket(config: ServingConfig) -> socket.socket:
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -90,15 +106,16 @@ def listen(config: ServingConfig) -> socket.socket:
 
 
 async def serve(
-    app: Public, gateway: Gateway, listener: socket.socket, config: ServingConfig, drain: Drain
+    app: Public, gateway: Gateway, listener: Listener, config: ServingConfig, drain: Drain
 ) -> None:
-    """Serve on an open socket until the drain is over. Takes the socket over."""
+    """Serve on an open socket until the drain is over. Takes the socket over, and follows its certificate."""
     h2_flow.install()
-    print(f"Serving on {_url(listener, config)}", flush=True)
+    print(f"Serving on {listener.url}", flush=True)
     stop = asyncio.Event()
-    settings = _hypercorn_settings(listener.detach(), config)
+    settings = _hypercorn_settings(listener)
     server = asyncio.create_task(hypercorn.asyncio.serve(app, settings, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
     ticker = asyncio.create_task(_tick(gateway))
+    follower = asyncio.create_task(follow([] if listener.tls is None else [listener.tls]))
     try:
         await _first_of(server, drain.begun)
         if not server.done():
@@ -107,6 +124,7 @@ async def serve(
         await _end(server)
     finally:
         ticker.cancel()
+        follower.cancel()
         server.cancel()
 
 
@@ -163,9 +181,23 @@ async def _tick(gateway: Gateway) -> None:
             logger.exception("a tick of the gateway failed")
 
 
-def _hypercorn_settings(listener_fd: int, config: ServingConfig) -> HypercornConfig:
-    settings = HypercornConfig()
-    settings.bind = [f"fd://{listener_fd}"]
+class _Settings(HypercornConfig):
+    """Hypercorn's configuration with our TLS context; its own would keep the first certificate."""
+
+    tls: LiveContext | None = None
+
+    @property
+    def ssl_enabled(self) -> bool:
+        return self.tls is not None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        return None if self.tls is None else self.tls.for_listener()
+
+
+def _hypercorn_settings(listener: Listener) -> HypercornConfig:
+    settings = _Settings()
+    settings.tls = listener.tls
+    settings.bind = [f"fd://{listener.socket.detach()}"]
     settings.backlog = BACKLOG
     settings.errorlog = None  # the application logs its own faults
     settings.include_server_header = False
@@ -174,37 +206,4 @@ def _hypercorn_settings(listener_fd: int, config: ServingConfig) -> HypercornCon
     settings.keep_alive_max_requests = UNLIMITED
     settings.h2_max_concurrent_streams = H2_STREAMS_PER_CONNECTION
     settings.graceful_timeout = 1.0  # everything worth waiting for has ended by then
-    if config.tls_cert is not None:
-        settings.certfile = str(config.tls_cert)
-        settings.keyfile = str(config.tls_key)
     return settings
-
-
-def _url(listener: socket.socket, config: ServingConfig) -> str:
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if config.tls_cert is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _check_tls_files(cert: Path, key: Path) -> None:
-    """Raises: ConfigError that names the file at fault."""
-    for path in (cert, key):
-        try:
-            path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from error
-    try:
-        ssl.create_default_context().load_verify_locations(cafile=cert)
-    except ssl.SSLError as error:
-        raise ConfigError(f"{cert}: not a certificate in PEM form") from error
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"{key}: not the key of the certificate {cert}") from error
-        raise ConfigError(f"{key}: not an unencrypted private key in PEM form") from error
-
-
-def _no_password() -> bytes:
-    """Without it OpenSSL would ask on the terminal."""
-    return b""

@@ -1,12 +1,13 @@
 """The messages of the ring protocol: what a worker tells an ingress, and what an ingress tells a worker.
 
 Plain frozen facts, no I/O: the gateway speaks them with a worker in the same process as with one at the
-far end of a socket. A lane's frames carry its `LaneRef`; those of an older claim are dropped.
+far end of a socket, where `frames.py` makes bytes of them. A lane's messages carry its `LaneRef`; those of an
+older claim are dropped.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 PROTOCOL_VERSION = 1
 
@@ -33,13 +34,50 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A worker presents itself. `instance_id` is new in every process of the same worker."""
+    """A worker presents itself. `instance_id` is new in every process of the same worker.
+
+    `worker` is a label for logs. Who it is, is for the ingress to know otherwise: by its certificate.
+    """
 
     protocol: int = PROTOCOL_VERSION
     worker: str
     instance_id: str
     model: ModelCard
     max_inflight: int
+    takeover: bool = False  # replace another living instance of the same worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The ingress takes the worker in. Silence of `heartbeat_timeout_s`, of either end, is its loss."""
+
+    ingress_id: str  # new in every process of an ingress
+    heartbeat_timeout_s: float
+
+
+class RefusedFor(StrEnum):
+    """Why a worker may not attach."""
+
+    VERSION = "version"  # it speaks another version of the protocol
+    IDENTITY = "identity"  # its certificate is not a worker's
+    ALLOW_LIST = "allow_list"  # its name is not among those that may
+    DUPLICATE = "duplicate"  # another instance of it is attached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The ingress does not take the worker in. To come again before `retry_after_s` is no use."""
+
+    reason: RefusedFor
+    message: str
+    retry_after_s: float
+
+
+class Credit(NamedTuple):
+    """The pull: `n_lanes` more than the first `n_seen` granted on this connection. Replaces the last."""
+
+    n_lanes: int
+    n_seen: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +140,42 @@ class Fail:
 
     message: str
     retryable: bool
+
+
+class Body(NamedTuple):
+    """Answer bytes with the progress they stand for: accepted together or not at all.
+
+    A tuple, since one is made for every token.
+    """
+
+    ref: LaneRef
+    data: bytes
+    progress: bytes
+
+
+class LaneSignal(StrEnum):
+    """What is said of a lane in one word."""
+
+    RELEASE = "release"  # by a worker: it goes back unserved
+    CANCEL = "cancel"  # by the ingress: nobody wants it from this worker any more
+    PAUSE = "pause"  # by the ingress: its client reads too slowly
+    RESUME = "resume"  # by the ingress: go on
+
+
+class RingSignal(StrEnum):
+    """What is said of a whole ring in one word."""
+
+    DRAINING = "draining"  # by a worker: no more credit, what is held is finished
+    DRAIN = "drain"  # by the ingress: it goes away, finish what is held from it
+
+
+class OfLane(NamedTuple):
+    """A message about one lane."""
+
+    ref: LaneRef
+    content: Head | End | Fail | LaneSignal
+
+
+FromWorker: TypeAlias = Hello | Credit | Body | OfLane | Heartbeat | RingSignal
+FromIngress: TypeAlias = Welcome | Refusal | Grant | OfLane | RingSignal
+Message: TypeAlias = FromWorker | FromIngress

@@ -191,14 +191,13 @@ class WholeAnswer:
 
     def finish(self, reason: StopReason, usage: Usage) -> None:
         completion = self._encoder.completion("".join(self._pieces), reason, usage)
-        self._ring.head(self._ref, json_head(200, completion))
+        self._ring.head(self._ref, json_head(200))
         self._ring.body(self._ref, completion, _pack_finish(reason, usage))
 
 
-def json_head(status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Head:
-    """The head of an answer that is one JSON body."""
-    content = (("content-type", "application/json"), ("content-length", str(len(body))))
-    return Head(status=status, headers=content + headers)
+def json_head(status: int, headers: tuple[tuple[str, str], ...] = ()) -> Head:
+    """The head of an answer that is one JSON body. Its length is for the ingress to say, and only once."""
+    return Head(status=status, headers=(("content-type", "application/json"), *headers))
 
 
 def _json(value: object) -> bytes:

@@ -195,7 +195,7 @@ class Job:
         """Answer with an error status."""
         body = error.body()
         with self._last_word():
-            self.ring.head(self.ref, json_head(error.status, body, error.headers))
+            self.ring.head(self.ref, json_head(error.status, error.headers))
             self.ring.body(self.ref, body, b"")
             self.ring.end(self.ref, End(finish_reason=FinishReason.REFUSED))
 

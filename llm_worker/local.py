@@ -7,11 +7,14 @@ Owns: how many grants have reached the worker. Called by: the worker (`Ring`), t
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from llm_ingress.gateway import Gateway
 from llm_ingress.wire import End, Fail, Grant, Head, Heartbeat, Hello, LaneRef
 from llm_worker.ring import RingListener
+
+logger = logging.getLogger(__name__)
 
 
 class LocalRing:
@@ -21,6 +24,7 @@ class LocalRing:
         self._gateway = gateway
         self._loop = asyncio.get_running_loop()
         self._listener: RingListener | None = None
+        self._hello: Hello | None = None
         self._worker_id = 0
         self._n_seen = 0
 
@@ -31,7 +35,9 @@ class LocalRing:
 
     def attach(self, hello: Hello, listener: RingListener) -> None:
         self._listener = listener
+        self._hello = hello
         self._worker_id = self._gateway.attach(hello, self)
+        self._n_seen = 0
         self._tell(lambda worker: worker.on_attached(self))
 
     def credit(self, n_lanes: int) -> None:
@@ -78,6 +84,16 @@ class LocalRing:
 
     def drain(self) -> None:
         self._tell(lambda worker: worker.on_drain(self))
+
+    def close(self, why: str) -> None:
+        logger.warning("%s has let go of its worker: %s", self, why)
+        self._tell(self._come_back)
+
+    def _come_back(self, worker: RingListener) -> None:
+        """Attach again, as over a socket that was lost."""
+        worker.on_detached(self)
+        assert self._hello is not None, "let go of before it was attached"
+        self.attach(self._hello, worker)
 
     def _hand_over(self, grant: Grant, worker: RingListener) -> None:
         self._n_seen += 1

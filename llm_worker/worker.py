@@ -28,6 +28,7 @@ from llm_worker.errors import WorkerConfigError
 from llm_worker.job import Job, JobState
 from llm_worker.preparation import PreparedJob, prepare
 from llm_worker.ring import Ring
+from llm_worker.snapshot import RingFacts, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class WorkerConfig:
     """A worker's options. Durations in seconds."""
 
     name: str = "local"
+    aliases: tuple[str, ...] = ()  # of the model, beside its own
+    takeover: bool = False  # take the place of another instance of this worker at its ingresses
     heartbeat_interval_s: float = 1.0
     preparation_timeout_s: float = 30.0
 
@@ -56,6 +59,7 @@ class _RingView:
     ring: Ring
     is_attached: bool = False
     is_draining: bool = False
+    is_leaving: bool = False  # as soon as nothing is held from it
     offered: int = 0
 
 
@@ -74,6 +78,13 @@ class Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._hello = Hello(
+            worker=config.name,
+            instance_id=uuid.uuid4().hex,
+            model=model_card(engine, created=int(time.time()), aliases=config.aliases),
+            max_inflight=engine.info.max_inflight,
+            takeover=config.takeover,
+        )
         self._is_draining = False
         self._engine_refused = False
         self._heartbeat_is_due = False
@@ -82,15 +93,41 @@ class Worker:
 
     def start(self) -> None:
         """Present the worker to its rings and begin to pull."""
-        hello = Hello(
-            worker=self._config.name,
-            instance_id=uuid.uuid4().hex,
-            model=model_card(self._engine, created=int(time.time())),
-            max_inflight=self._engine.info.max_inflight,
-        )
         for ring in self._rings:
-            ring.attach(hello, self)
+            ring.attach(self._hello, self)
         self._beat()
+
+    def add_ring(self, ring: Ring) -> None:
+        """Pull from one more ring, from now on."""
+        self._rings[ring] = _RingView(ring)
+        ring.attach(self._hello, self)
+
+    def remove_ring(self, ring: Ring) -> None:
+        """Take nothing new from a ring, and leave it when what is held from it has ended."""
+        view = self._rings[ring]
+        view.is_leaving = True
+        if view.is_attached:
+            ring.draining()
+        self._offer()
+        self._leave_if_done(view)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Return the worker as it is now."""
+        return WorkerSnapshot(
+            name=self._config.name,
+            model=self._hello.model,
+            capacity=self._capacity(),
+            rings=tuple(
+                RingFacts(
+                    name=str(view.ring),
+                    is_attached=view.is_attached,
+                    is_draining=view.is_draining or view.is_leaving,
+                )
+                for view in self._rings.values()
+            ),
+            n_jobs=len(self._jobs),
+            is_draining=self._is_draining,
+        )
 
     async def drain(self) -> None:
         """Take nothing new; return when what is held has ended."""
@@ -106,7 +143,7 @@ class Worker:
         self._is_draining = True
         if self._timer is not None:
             self._timer.cancel()
-        for view in self._attached():
+        for view in self._rings.values():
             view.is_attached = False
             view.ring.detach()
         for job in tuple(self._jobs.values()):
@@ -118,14 +155,16 @@ class Worker:
     def on_attached(self, ring: Ring) -> None:
         logger.info("worker %s is attached to %s", self._config.name, ring)
         self._rings[ring] = _RingView(ring, is_attached=True)
+        if self._is_draining:
+            ring.draining()
         self._offer()
 
     def on_detached(self, ring: Ring) -> None:
-        logger.warning("worker %s has lost %s", self._config.name, ring)
-        self._rings[ring].is_attached = False
-        for job in tuple(self._jobs.values()):
-            if job.ring is ring:
-                job.cancel()
+        view = self._rings[ring]
+        view.is_attached = False
+        for job in self._jobs_of(ring):
+            job.cancel()
+        self._leave_if_done(view)
 
     def on_drain(self, ring: Ring) -> None:
         logger.info("%s drains; worker %s takes no more of its lanes", ring, self._config.name)
@@ -228,7 +267,7 @@ class Worker:
         """Tell each ring what is free, where that is not what it believes, and soon the heartbeat."""
         n_free = self.n_free
         for view in self._attached():
-            offer = 0 if view.is_draining else n_free
+            offer = 0 if view.is_draining or view.is_leaving else n_free
             if offer != view.offered:
                 view.offered = offer
                 view.ring.credit(offer)
@@ -245,8 +284,13 @@ class Worker:
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_is_due = False
+        heartbeat = self._capacity()
+        for view in self._attached():
+            view.ring.heartbeat(heartbeat)
+
+    def _capacity(self) -> Heartbeat:
         capacity = self._engine.capacity()
-        heartbeat = Heartbeat(
+        return Heartbeat(
             inflight=capacity.inflight + len(self._preparing),
             decoding=capacity.decoding,
             max_inflight=capacity.max_inflight,
@@ -256,11 +300,20 @@ class Worker:
             kv_promised_tokens=capacity.kv_promised_tokens,
             tokens_per_second=capacity.tokens_per_second,
         )
-        for view in self._attached():
-            view.ring.heartbeat(heartbeat)
 
     def _attached(self) -> list[_RingView]:
         return [view for view in self._rings.values() if view.is_attached]
+
+    def _jobs_of(self, ring: Ring) -> list[Job]:
+        return [job for job in self._jobs.values() if job.ring is ring]
+
+    def _leave_if_done(self, view: _RingView) -> None:
+        """Part with a ring that is to be left, once nothing is held from it."""
+        ring = view.ring
+        if view.is_leaving and ring in self._rings and not self._jobs_of(ring):
+            logger.info("worker %s leaves %s", self._config.name, ring)
+            del self._rings[ring]
+            ring.detach()
 
     def _forget(self, job: Job) -> None:
         """A job has closed."""
@@ -271,14 +324,17 @@ class Worker:
         if not self._jobs:
             self._idle.set()
         self._offer()
+        view = self._rings.get(job.ring)
+        if view is not None:
+            self._leave_if_done(view)
 
 
-def model_card(engine: TextEngine, *, created: int) -> ModelCard:
+def model_card(engine: TextEngine, *, created: int, aliases: tuple[str, ...] = ()) -> ModelCard:
     """What the ingress may know of an engine's model. Units: `created` in unix seconds."""
     info = engine.info
     return ModelCard(
         name=info.name,
-        aliases=info.aliases,
+        aliases=tuple(dict.fromkeys((*info.aliases, *aliases))),
         file=PurePath(info.file).name,
         n_params=info.n_params,
         n_ctx=info.n_ctx,

@@ -17,7 +17,13 @@ PACKAGES = {
 }
 
 # What of the ingress a worker may know: the API's shapes and the ring's messages, none of its sockets.
-SHARED = ("llm_ingress.api", "llm_ingress.dialects", "llm_ingress.wire")
+SHARED = tuple(
+    f"llm_ingress.{name}"
+    for name in (
+        *("api", "certs", "dialects", "draining", "endpoint", "errors"),
+        *("frames", "outbox", "payloads", "tls", "wire"),
+    )
+)
 MAY_IMPORT = {
     "llm_engine": ("llm_engine",),
     "llm_ingress": ("llm_ingress",),
@@ -31,8 +37,17 @@ FENCES = {
     "jinja2": ("llm_engine/chat.py",),
     "huggingface_hub": ("llm_engine/download.py",),
     "starlette": ("llm_ingress/public.py", "llm_serve/"),
+    "aiohttp": ("llm_ingress/control.py", "llm_worker/remote.py", "llm_worker/health.py"),
     "hypercorn": ("llm_ingress/serving.py", "llm_ingress/h2_flow.py"),
-    "argparse": ("llm_engine/cli.py", "llm_ingress/cli.py", "llm_worker/cli.py", "llm_serve/cli.py"),
+    "argparse": (
+        "llm_engine/cli.py",
+        "llm_ingress/cli.py",
+        "llm_ingress/certs_cli.py",
+        "llm_worker/cli.py",
+        "llm_serve/cli.py",
+    ),
+    "dns": ("llm_worker/discovery.py",),
+    "cryptography": ("llm_ingress/pki.py", "llm_ingress/certs.py"),
     "signal": (
         "llm_engine/cli.py",
         "llm_engine/trial.py",  # names the one that ended its child
@@ -88,20 +103,34 @@ def test_a_package_has_an_empty_init(package: str) -> None:
     assert (PACKAGES[package] / "__init__.py").read_text() == ""
 
 
+# What a machine without the worker's dependencies lacks: importing one of these fails.
+WITHOUT_LLAMA = (
+    "import sys\n"
+    "for name in ('llama_cpp', 'numpy', 'jinja2', 'huggingface_hub', 'dns', 'llm_engine', 'llm_worker'):\n"
+    "    sys.modules[name] = None\n"
+)
+
+
 def test_the_ingress_runs_without_llama_cpp_and_numpy() -> None:
     names = [
         f"llm_ingress.{path.relative_to(PACKAGES['llm_ingress']).with_suffix('')}".replace("/", ".")
         for path in PACKAGES["llm_ingress"].rglob("*.py")
         if path.name != "__init__.py"
     ]
-    program = (
-        "import sys\n"
-        "for name in ('llama_cpp', 'numpy', 'jinja2', 'huggingface_hub', 'llm_engine', 'llm_worker'):\n"
-        "    sys.modules[name] = None\n"
-        f"for name in {names!r}:\n"
-        "    __import__(name)\n"
-    )
+    program = f"{WITHOUT_LLAMA}for name in {names!r}:\n    __import__(name)\n"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT)
+
+
+def test_llm_ingress_is_a_command_without_llama_cpp() -> None:
+    program = (
+        f"{WITHOUT_LLAMA}import runpy\n"
+        "sys.argv = ['llm-ingress', '--help']\n"
+        "runpy.run_module('llm_ingress.cli', run_name='__main__')\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert "--control-bind" in shown.stdout
 
 
 def test_the_engine_package_loads_llama_cpp_only_when_it_is_used() -> None:

@@ -8,10 +8,10 @@ import argparse
 import asyncio
 import logging
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from importlib.resources import files
 
 from starlette.requests import Request
@@ -26,13 +26,15 @@ from llm_ingress.cli import (
     drain_on_signals,
     gateway_config,
     public_config,
+    reload_on_hangup,
     serving_config,
     set_up_logging,
 )
+from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway
 from llm_ingress.public import Public
-from llm_ingress.serving import Drain, listen, serve
+from llm_ingress.serving import Listener, listen, serve
 from llm_worker.background import yield_to_decode
 from llm_worker.local import LocalRing
 from llm_worker.worker import Worker, WorkerConfig
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         # The socket first: a port that is taken is known before a model is loaded.
-        with listen(serving_config(args)) as listener, _load(args) as engine:
+        with closing(listen(serving_config(args))) as listener, _load(args) as engine:
             yield_to_decode()
             return asyncio.run(_run(args, listener, engine))
     except (ConfigError, EngineError) as error:
@@ -91,12 +93,14 @@ def _load(args: argparse.Namespace) -> Engine:
     return engine
 
 
-async def _run(args: argparse.Namespace, listener: socket.socket, engine: Engine) -> int:
+async def _run(args: argparse.Namespace, listener: Listener, engine: Engine) -> int:
     """Serve until the drain is over."""
     gateway = Gateway(gateway_config(args))
     worker = Worker(engine, WorkerConfig(), [LocalRing(gateway)])
     drain = Drain()
     drain_on_signals(drain)
+    if listener.tls is not None:
+        reload_on_hangup([listener.tls])
     worker.start()
     try:
         app = Public(gateway, public_config(args), routes=[Route("/", _page)])

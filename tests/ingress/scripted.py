@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llm_ingress.draining import Drain
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
-from llm_ingress.serving import Drain, ServingConfig, listen, serve
+from llm_ingress.serving import ServingConfig, listen, serve
+from llm_ingress.tls import LiveContext
 from llm_ingress.wire import (
     End,
     Fail,
@@ -92,6 +94,9 @@ class ScriptedWorker:
     def drain(self) -> None:
         pass
 
+    def close(self, why: str) -> None:
+        raise AssertionError(f"the gateway let go of the worker: {why}")
+
     # What a test makes it do.
 
     async def granted(self) -> Grant:
@@ -162,11 +167,11 @@ class Server:
     task: asyncio.Task[None]
     host: str
     port: int
-    scheme: str
+    tls: LiveContext | None
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{self.host}:{self.port}"
 
     async def has_open(self, n_lanes: int) -> None:
         """Wait until so many lanes are open."""
@@ -196,12 +201,14 @@ async def serving(
     config = config or ServingConfig(port=0, drain_timeout_s=0)
     app = Public(gateway, public)
     listener = listen(config)
-    host, port = listener.getsockname()[:2]
+    host, port = listener.socket.getsockname()[:2]
     drain = Drain()
     task = asyncio.create_task(serve(app, gateway, listener, config, drain))
-    scheme = "http" if config.tls_cert is None else "https"
+    server = Server(
+        gateway=gateway, public=app, drain=drain, task=task, host=host, port=port, tls=listener.tls
+    )
     try:
-        yield Server(gateway=gateway, public=app, drain=drain, task=task, host=host, port=port, scheme=scheme)
+        yield server
     finally:
         drain.ask()
         if not app.is_idle:

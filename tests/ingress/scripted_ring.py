@@ -51,6 +51,7 @@ class NoLink:
     def pause(self, ref: LaneRef) -> None: ...
     def resume(self, ref: LaneRef) -> None: ...
     def drain(self) -> None: ...
+    def close(self, why: str) -> None: ...
 
 
 class Client:
@@ -88,10 +89,12 @@ class ScriptedWorker:
     paused: list[LaneRef] = field(default_factory=list)
     resumed: list[LaneRef] = field(default_factory=list)
     held: dict[LaneRef, Grant] = field(default_factory=dict)
+    identity: str | None = None
+    closed_for: str | None = None  # why the gateway ended the connection
     id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = self.gateway.attach(self.hello, self)
+        self.id = self.gateway.attach(self.hello, self, identity=self.identity)
 
     # As the gateway sees it.
 
@@ -113,6 +116,10 @@ class ScriptedWorker:
 
     def drain(self) -> None:
         raise AssertionError("the gateway drains no worker of its own accord")
+
+    def close(self, why: str) -> None:
+        self.held.clear()
+        self.closed_for = why
 
     # As the test drives it.
 
@@ -171,11 +178,25 @@ class ScriptedRing:
         self.gateway = Gateway(config or GatewayConfig(), clock=self.clock, chance=lambda: chance)
 
     def worker(
-        self, n: int = 0, *, name: str = "w", model: ModelCard | None = None, max_inflight: int = 4
+        self,
+        n: int = 0,
+        *,
+        name: str = "w",
+        model: ModelCard | None = None,
+        max_inflight: int = 4,
+        identity: str | None = None,
+        instance: str = "i",
+        takeover: bool = False,
     ) -> ScriptedWorker:
         """Attach a worker that offers `n` lanes."""
-        hello = Hello(worker=name, instance_id="i", model=model or card(), max_inflight=max_inflight)
-        worker = ScriptedWorker(self.gateway, hello)
+        hello = Hello(
+            worker=name,
+            instance_id=instance,
+            model=model or card(),
+            max_inflight=max_inflight,
+            takeover=takeover,
+        )
+        worker = ScriptedWorker(self.gateway, hello, identity=identity)
         if n:
             worker.offer(n)
         return worker

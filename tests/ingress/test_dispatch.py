@@ -1,5 +1,6 @@
 """Dispatch: whose turn it is, and which worker gets it."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -46,6 +47,17 @@ def drain(made: Dispatch, taker: WorkerView) -> list[Lane]:
     while (lane := made.pop_for(taker)) is not None:
         taken.append(lane)
     return taken
+
+
+def test_the_catalogue_has_each_model_once_with_the_aliases_of_all_its_workers() -> None:
+    cards = (
+        replace(card(), name="m", aliases=("tiny", "m")),
+        replace(card(), name="m", aliases=("small", "tiny")),
+        replace(card(), name="n", aliases=("m", "small")),
+    )
+    catalogue = dispatch(*cards).catalogue(cards)
+    # Of two models that share an alias, the one that came last has it; a model's own name is its own.
+    assert [(each.name, each.aliases) for each in catalogue] == [("m", ("tiny",)), ("n", ("small",))]
 
 
 def test_within_a_tenant_first_come_is_first_served() -> None:

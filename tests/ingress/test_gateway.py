@@ -252,7 +252,7 @@ def test_time_spent_claimed_does_not_count_to_the_queue_timeout() -> None:
     ring = ScriptedRing()
     worker = ring.worker(1)
     client = ring.client()
-    ring.wait(100.0, worker)
+    ring.wait(50.0, worker)
     worker.release()
     ring.wait(59.5, worker)
     assert state(client) is LaneState.WAITING

@@ -15,6 +15,7 @@ import pytest
 
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane
 from llm_ingress.public import PublicConfig
+from llm_ingress.tenants import Tenancy, TenantBy, parse_proxies
 from llm_ingress.wire import FinishReason, Head
 from tests.ingress.scripted import (
     CHAT,
@@ -437,6 +438,35 @@ async def test_a_client_that_leaves_ends_its_work(
     leave(writer, rudely=rudely)
     assert await worker.cancelled() == grant.ref
     assert await server.counts() == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("tenancy", "light"),
+    [
+        (Tenancy(by=TenantBy.USER), {"user": "light"}),
+        (Tenancy(trusted=parse_proxies(["127.0.0.1"])), {"forwarded": "1.2.3.4"}),
+    ],
+)
+async def test_tenants_take_turns_whatever_tells_them_apart(tenancy: Tenancy, light: dict[str, str]) -> None:
+    async with ring(public=PublicConfig(tenancy=tenancy), n_places=1) as (server, worker, client):
+        answers = [post(client)]
+        first = await worker.granted()
+        for n_open in (2, 3):  # parked by the same tenant
+            answers.append(post(client))
+            await server.has_open(n_open)
+        headers = {"x-forwarded-for": light["forwarded"]} if "forwarded" in light else {}
+        body = chat(user=light.get("user"))
+        answers.append(asyncio.create_task(client.post(CHAT, json=body, headers=headers)))
+        await server.has_open(4)
+        order = [first.ref.lane_id]
+        worker.answer(first, "x")
+        for _ in range(3):
+            worker.offer(1)
+            grant = await worker.granted()
+            order.append(grant.ref.lane_id)
+            worker.answer(grant, "x")
+        assert order == [1, 2, 4, 3]
+        assert [(await answer).status_code for answer in answers] == [200] * 4
 
 
 async def test_a_client_that_leaves_the_queue_is_never_granted() -> None:

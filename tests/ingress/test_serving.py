@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -156,7 +157,7 @@ async def test_the_socket_is_closed_after_it_served() -> None:
 
 def test_a_port_in_use_is_one_clear_line() -> None:
     listener = listen(ServingConfig(port=0))
-    port = listener.getsockname()[1]
+    port = listener.socket.getsockname()[1]
     with pytest.raises(
         ConfigError, match=rf"cannot listen on 127\.0\.0\.1 port {port}: Address already in use"
     ):
@@ -171,8 +172,8 @@ def test_a_host_that_is_none_is_one_clear_line() -> None:
 
 def test_the_kernel_takes_little_for_a_client_that_does_not_read() -> None:
     listener = listen(ServingConfig(port=0))
-    client = socket.create_connection(listener.getsockname())
-    accepted, _ = listener.accept()
+    client = socket.create_connection(listener.socket.getsockname())
+    accepted, _ = listener.socket.accept()
     # Linux doubles what is asked for, to have room for its own bookkeeping.
     assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER_BYTES
     for connection in (accepted, client, listener):
@@ -224,6 +225,29 @@ async def test_it_serves_https(tls: tuple[Path, Path], capsys: pytest.CaptureFix
         assert f"Serving on https://127.0.0.1:{server.port}" in capsys.readouterr().out
 
 
+async def test_a_renewed_certificate_is_served_and_cuts_no_stream(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "server")
+    config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        worker = ScriptedWorker(server.gateway)
+        before = ssl.create_default_context(cafile=cert)
+        async with httpx.AsyncClient(base_url=server.url, verify=before) as client:
+            asking = asyncio.create_task(client.post(CHAT, json=chat(stream=True)))
+            grant = await worker.granted()
+            worker.begin(grant)
+            certificate(tmp_path, "server")
+            assert server.tls is not None
+            server.tls.poll(datetime.now(UTC))
+            async with httpx.AsyncClient(verify=before) as newcomer:
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await newcomer.get(server.url + "/health")
+            async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=cert)) as newcomer:
+                assert (await newcomer.get(server.url + "/health")).is_success
+            worker.say(grant, event("a") + DONE)
+            worker.end(grant)
+            assert (await asking).content == event("a") + DONE
+
+
 async def test_old_tls_is_refused(tls: tuple[Path, Path]) -> None:
     cert, key = tls
     config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
@@ -250,7 +274,7 @@ async def test_http_2_is_offered_over_tls(tls: tuple[Path, Path]) -> None:
 
 def refusal(cert: Path, key: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        ServingConfig(tls_cert=cert, tls_key=key)
+        listen(ServingConfig(port=0, tls_cert=cert, tls_key=key))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

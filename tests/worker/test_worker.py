@@ -387,6 +387,99 @@ async def test_draining_an_idle_worker_returns_at_once() -> None:
         await asyncio.wait_for(worker.drain(), WAIT_S)
 
 
+async def test_a_ring_that_comes_back_during_a_drain_is_told_of_it_and_offered_nothing() -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring) as worker:
+        await worker.drain()
+        worker.on_detached(ring)
+        ring.is_draining = False
+        ring.credits.clear()
+        ring.accept()
+        assert ring.is_draining
+        assert ring.credits == []
+
+
+# -- rings that come and go --
+
+
+async def test_a_ring_can_be_added_later_and_is_offered_what_is_free() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    async with attached(FakeEngine(max_inflight=3), first) as worker:
+        first.grant(chat_grant("abc"))
+        worker.add_ring(second)
+        assert second.hello == first.hello
+        second.accept()
+        assert second.credits == [2]
+
+
+async def test_a_removed_ring_gets_what_it_is_owed_nothing_more_and_is_left_then() -> None:
+    engine, ring, other = FakeEngine(max_inflight=2), ScriptedRing(), ScriptedRing()
+    async with attached(engine, ring, other) as worker:
+        lane = ring.grant(chat_grant("abc"))
+        await running(ring, engine, 1)
+        worker.remove_ring(ring)
+        assert ring.is_draining
+        assert ring.credits[-1] == 0
+        assert len(worker.snapshot().rings) == 2
+        engine.finish()
+        assert lane.is_over
+        assert not ring.is_attached
+        assert other.credits[-1] == 2
+        assert [facts.is_attached for facts in worker.snapshot().rings] == [True]
+
+
+async def test_a_removed_ring_that_holds_nothing_is_left_at_once_attached_or_not() -> None:
+    ring, dialling = ScriptedRing(), ScriptedRing()
+    async with attached(FakeEngine(), ring) as worker:
+        worker.add_ring(dialling)
+        dialling.is_attached = True
+        worker.remove_ring(ring)
+        worker.remove_ring(dialling)
+        assert not ring.is_attached
+        assert not dialling.is_attached
+        assert worker.snapshot().rings == ()
+
+
+async def test_a_removed_ring_that_is_lost_before_the_end_is_not_waited_for() -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring) as worker:
+        ring.grant(chat_grant("abc"))
+        await running(ring, engine, 1)
+        worker.remove_ring(ring)
+        worker.on_detached(ring)
+        assert engine.running == []
+        assert worker.snapshot().rings == ()
+
+
+async def test_a_snapshot_tells_lanes_rings_and_capacity() -> None:
+    engine, ring = FakeEngine(max_inflight=2), ScriptedRing()
+    async with attached(engine, ring) as worker:
+        ring.grant(chat_grant("abc"))
+        worker.on_drain(ring)
+        snapshot = worker.snapshot()
+        assert (snapshot.n_jobs, snapshot.capacity.max_inflight, snapshot.is_draining) == (1, 2, False)
+        assert (snapshot.rings[0].is_attached, snapshot.rings[0].is_draining) == (True, True)
+        assert snapshot.n_attached == 0
+
+
+async def test_an_alias_is_one_more_name_of_the_model() -> None:
+    ring = ScriptedRing()
+    config = WorkerConfig(aliases=("tiny", "parrot"), takeover=True)
+    async with attached(FakeEngine(), ring, config=config):
+        assert ring.hello is not None
+        assert ring.hello.model.aliases == ("parrot", "tiny")
+        assert ring.hello.takeover
+
+
+async def test_closing_leaves_rings_that_are_still_dialled() -> None:
+    ring = ScriptedRing()
+    worker = Worker(FakeEngine(), WorkerConfig(), [ring])
+    worker.start()
+    ring.is_attached = True
+    worker.close()
+    assert not ring.is_attached
+
+
 async def test_closing_leaves_every_ring_and_cancels_what_runs() -> None:
     engine, ring = FakeEngine(), ScriptedRing()
     async with attached(engine, ring) as worker:

@@ -1,0 +1,399 @@
+"""A ring over mutual TLS: this worker's connection to one ingress, made again whenever it is lost.
+
+What the worker says within one turn of the event loop (one engine step, for all lanes) goes out as one
+WebSocket message. A connection that is lost, silent, or takes nothing ends with a reason, the worker hears
+`on_detached`, and the ring dials again, for ever.
+
+Owns: the connection and what is unsent on it. Called by: the worker (`Ring`), on the event loop.
+"""
+
+import asyncio
+import logging
+import random
+import ssl
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, Never, Protocol
+
+import aiohttp
+from aiohttp import ClientWSTimeout, WSCloseCode, WSMsgType
+
+from llm_ingress.errors import WireError
+from llm_ingress.frames import FrameReader
+from llm_ingress.outbox import MAX_MESSAGE_BYTES, Outbox
+from llm_ingress.payloads import FROM_INGRESS
+from llm_ingress.tls import explain
+from llm_ingress.wire import (
+    Credit,
+    End,
+    Fail,
+    Grant,
+    Head,
+    Heartbeat,
+    Hello,
+    LaneRef,
+    LaneSignal,
+    Message,
+    OfLane,
+    Refusal,
+    RingSignal,
+    Welcome,
+)
+from llm_worker.backoff import Backoff
+from llm_worker.errors import RingLost, RingRefused
+from llm_worker.ring import RingListener
+
+logger = logging.getLogger(__name__)
+
+RING_PATH = "/ring"
+DIAL_S = 10.0  # until the WELCOME
+CLOSE_S = 1.0  # for the last words to a peer that may not listen
+STEADY_S = 2.0  # an attachment that lasted so long was no failed attempt
+PINGS_PER_PATIENCE = 5
+# An ingress that takes nothing must not fill this machine's memory.
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+# One lane: a body of any sensible --max-request-bytes, and its progress.
+MAX_LANE_BYTES = 64 * 1024 * 1024
+
+
+class TlsSource(Protocol):
+    """Where a dial takes its TLS context from; a renewed certificate is there the next time."""
+
+    @property
+    def current(self) -> ssl.SSLContext:
+        """The context to use now."""
+
+
+class RemoteRing:
+    """The ring of an ingress at `url`. Thread: event loop.
+
+    The ingress must prove to be `server_hostname`, where that is not the host of the URL. All rings of a
+    worker share `attended`: an ingress that two of them reach (by two addresses, say) would drop each for the
+    other without end, so the one that was dropped stands by.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tls: TlsSource,
+        *,
+        server_hostname: str | None = None,
+        attended: "dict[str, RemoteRing] | None" = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._tls = tls
+        self._server_hostname = server_hostname
+        self._attended = {} if attended is None else attended  # by ingress id
+        self._ingress_id = ""  # of the last WELCOME
+        self._backoff = Backoff(chance)
+        self._listener: RingListener | None = None
+        self._connection: _Connection | None = None  # while attached
+        self._attached_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._last_words: str | None = None  # the state last logged
+
+    def __str__(self) -> str:
+        return self._url if self._server_hostname is None else f"{self._url} ({self._server_hostname})"
+
+    # -- the worker's calls; without a connection there is nobody to hear them --
+
+    def attach(self, hello: Hello, listener: RingListener) -> None:
+        self._listener = listener
+        self._task = asyncio.get_running_loop().create_task(self._run(hello), name=f"ring {self}")
+
+    def credit(self, n_lanes: int) -> None:
+        if self._connection is not None:
+            self._connection.send(Credit(n_lanes, self._connection.n_seen))
+
+    def head(self, ref: LaneRef, head: Head) -> None:
+        self._send(OfLane(ref, head))
+
+    def body(self, ref: LaneRef, data: bytes, progress: bytes) -> None:
+        if self._connection is not None:
+            self._connection.send_body(ref, data, progress)
+
+    def end(self, ref: LaneRef, end: End) -> None:
+        self._send(OfLane(ref, end))
+
+    def fail(self, ref: LaneRef, fail: Fail) -> None:
+        self._send(OfLane(ref, fail))
+
+    def release(self, ref: LaneRef) -> None:
+        self._send(OfLane(ref, LaneSignal.RELEASE))
+
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        self._send(heartbeat)
+
+    def draining(self) -> None:
+        self._send(RingSignal.DRAINING)
+
+    def detach(self) -> None:
+        self._listener = None
+        if self._connection is not None:
+            self._connection.leave()
+        elif self._task is not None:
+            self._task.cancel()
+
+    async def closed(self) -> None:
+        """Wait, after `detach`, until what was said has been sent and the connection is closed."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def _send(self, message: Message) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    # -- the connection, again and again --
+
+    async def _run(self, hello: Hello) -> None:
+        while self._listener is not None:
+            try:
+                self._stand_by()
+                await self._attend(hello)
+            except RingRefused as refused:
+                self._note(str(refused))
+                delay_s = self._backoff.after_refusal_s(refused.retry_after_s)
+            except RingLost as lost:
+                self._note(str(lost))
+                delay_s = self._backoff.next_s()
+            except Exception:
+                logger.exception("%s failed in this worker", self)
+                delay_s = self._backoff.next_s()
+            if self._listener is not None:
+                await asyncio.sleep(delay_s)
+
+    def _stand_by(self) -> None:
+        """Raises: RingLost while another ring of this worker serves the same process of an ingress."""
+        other = self._attended.get(self._ingress_id)
+        if other is not None:
+            raise RingLost(f"it is the ingress that this worker serves as {other}")
+
+    async def _attend(self, hello: Hello) -> Never:
+        """Dial, attach, and serve until the end. Raises: RingLost, however it ends."""
+        async with aiohttp.ClientSession() as session:
+            connection = _Connection(await self._dial(session), hello, self._hear)
+            try:
+                await connection.serve()
+            finally:
+                self._detached()
+                await connection.close()
+
+    async def _dial(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
+        """Raises: RingLost."""
+        try:
+            async with asyncio.timeout(DIAL_S):
+                return await session.ws_connect(
+                    self._url + RING_PATH,
+                    ssl=self._tls.current,
+                    server_hostname=self._server_hostname,
+                    timeout=ClientWSTimeout(ws_close=CLOSE_S),
+                    autoclose=False,
+                    autoping=False,
+                    max_msg_size=MAX_MESSAGE_BYTES,
+                )
+        except aiohttp.WSServerHandshakeError as error:
+            raise RingLost(f"it is no ingress's listener for workers: HTTP status {error.status}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise RingLost(explain(error)) from error
+
+    def _hear(self, connection: "_Connection", message: Message) -> None:
+        """Act on a message of the ingress. Raises: RingLost if it is out of place."""
+        listener = self._listener
+        if listener is None:
+            return
+        match message:
+            case Welcome() if self._connection is None:
+                self._attached(connection, message, listener)
+            case Refusal() if self._connection is None:
+                raise RingRefused(message)
+            case _ if self._connection is None:
+                raise RingLost("its first word is not a WELCOME")
+            case Grant():
+                listener.on_grant(self, message)
+            case OfLane(ref=ref, content=LaneSignal.CANCEL):
+                listener.on_cancel(self, ref)
+            case OfLane(ref=ref, content=LaneSignal.PAUSE):
+                listener.on_pause(self, ref)
+            case OfLane(ref=ref, content=LaneSignal.RESUME):
+                listener.on_resume(self, ref)
+            case RingSignal.DRAIN:
+                listener.on_drain(self)
+            case _:
+                raise RingLost("it sent a second WELCOME, or a REFUSED behind it")
+
+    def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
+        connection.welcome(welcome.heartbeat_timeout_s)
+        self._ingress_id = welcome.ingress_id
+        self._attended[welcome.ingress_id] = self
+        self._connection = connection
+        self._attached_at = asyncio.get_running_loop().time()
+        self._last_words = None
+        listener.on_attached(self)
+
+    def _detached(self) -> None:
+        """Tell the worker what it has lost, if it was attached."""
+        if self._connection is None:
+            return
+        self._connection = None
+        if self._attended.get(self._ingress_id) is self:
+            del self._attended[self._ingress_id]
+        if asyncio.get_running_loop().time() - self._attached_at > STEADY_S:
+            self._backoff.reset()
+        if self._listener is not None:
+            self._listener.on_detached(self)
+
+    def _note(self, state: str) -> None:
+        """Log a change of state, once."""
+        if self._listener is not None and state != self._last_words:
+            self._last_words = state
+            logger.warning("%s: %s; it is dialled until it answers", self, state)
+
+
+class _Connection:
+    """One WebSocket to an ingress, from the HELLO to its end."""
+
+    def __init__(
+        self,
+        ws: aiohttp.ClientWebSocketResponse,
+        hello: Hello,
+        hear: "Callable[[_Connection, Message], None]",
+    ) -> None:
+        self.n_seen = 0  # LANEs received
+        self._ws = ws
+        self._hear = partial(hear, self)
+        self._reader = FrameReader(FROM_INGRESS, max_open_bytes=(hello.max_inflight + 1) * MAX_LANE_BYTES)
+        self._outbox = Outbox()
+        self._has_output = asyncio.Event()
+        self._patience_s = DIAL_S  # with an ingress that is silent
+        self._welcomed = asyncio.Event()
+        self._ping_is_due = False
+        self._is_leaving = False
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._ended: asyncio.Future[RingLost] = self._loop.create_future()
+        self.send(hello)
+
+    def welcome(self, patience_s: float) -> None:
+        """It is attached: silence counts from here."""
+        self._patience_s = patience_s
+        self._welcomed.set()
+
+    # -- what is said: the writer takes all of one turn of the event loop in the next --
+
+    def send(self, message: Message) -> None:
+        """Send a message soon."""
+        self._outbox.put(message)
+        self._wake()
+
+    def send_body(self, ref: LaneRef, data: bytes, progress: bytes) -> None:
+        """Send a BODY soon."""
+        self._outbox.put_body(ref, data, progress)
+        self._wake()
+
+    def leave(self) -> None:
+        """End once everything is sent."""
+        self._is_leaving = True
+        self._has_output.set()
+
+    def _wake(self) -> None:
+        self._has_output.set()
+        if self._outbox.n_bytes > MAX_UNSENT_BYTES:
+            self._end(RingLost(f"it takes nothing: {self._outbox.n_bytes} bytes are unsent"))
+
+    # -- its life --
+
+    async def serve(self) -> Never:
+        """Carry messages both ways until the end. Raises: RingLost, saying why."""
+        activities = (self._read(), self._write(), self._watch())
+        tasks = [self._loop.create_task(self._guard(activity)) for activity in activities]
+        try:
+            raise await self._ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Say last words to a peer that may be gone, and close."""
+        code = WSCloseCode.OK if self._is_leaving else WSCloseCode.GOING_AWAY
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._ws.close(code=code)
+
+    def _end(self, lost: RingLost) -> None:
+        """The first reason counts."""
+        if not self._ended.done():
+            self._ended.set_result(lost)
+
+    async def _guard(self, activity: Coroutine[Any, Any, Never]) -> None:
+        """Run a part of the connection; however it ends, the connection does."""
+        try:
+            await activity
+        except RingLost as lost:
+            self._end(lost)
+        except WireError as error:
+            self._end(RingLost(f"it sends what is not the ring protocol: {error}"))
+        except (aiohttp.ClientError, OSError) as error:
+            self._end(RingLost(f"the connection was lost: {explain(error)}"))
+        except Exception:
+            logger.exception("a connection failed in this worker")
+            self._end(RingLost("the connection failed in this worker"))
+
+    async def _read(self) -> Never:
+        while True:
+            message = await self._ws.receive()
+            self._heard_at = self._loop.time()
+            match message.type:
+                case WSMsgType.BINARY:
+                    self._take(message.data)
+                case WSMsgType.PONG:
+                    pass
+                case WSMsgType.ERROR:
+                    raise RingLost(f"the connection was lost: {message.data}")
+                case WSMsgType.CLOSE if message.extra:
+                    raise RingLost(f"it closed the connection: {message.extra}")
+                case _:
+                    raise RingLost("the connection was closed")
+
+    def _take(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            if isinstance(message, Grant):
+                self.n_seen += 1
+            self._hear(message)
+
+    async def _write(self) -> Never:
+        while True:
+            await self._has_output.wait()
+            self._has_output.clear()
+            if self._ping_is_due:
+                self._ping_is_due = False
+                await self._ws.ping()
+            while message := self._outbox.take():
+                await self._ws.send_bytes(message)
+            if self._is_leaving:
+                raise RingLost("this worker has left")
+
+    async def _watch(self) -> Never:
+        """Ask for a sign of life, and give up without one: a cut line says nothing."""
+        await self._until_welcomed()
+        interval_s = self._patience_s / PINGS_PER_PATIENCE
+        while True:
+            slept_at = self._loop.time()
+            await asyncio.sleep(interval_s)
+            now = self._loop.time()
+            if now - slept_at > 2 * interval_s:
+                # This process was starved itself, and what was said to it lies unread.
+                self._heard_at = now
+            elif now - self._heard_at > self._patience_s:
+                raise RingLost(f"nothing heard from it for {self._patience_s:g} s")
+            self._ping_is_due = True
+            self._has_output.set()
+
+    async def _until_welcomed(self) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._welcomed.wait()
+        except TimeoutError:
+            raise RingLost(f"no WELCOME within {self._patience_s:g} s") from None

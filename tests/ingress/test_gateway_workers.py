@@ -1,0 +1,180 @@
+"""The gateway and its workers: one connection an identity, and none for those that only cost."""
+
+from collections.abc import Callable
+
+import pytest
+
+from llm_ingress.errors import ProtocolFault, WorkerRefused
+from llm_ingress.gateway import GatewayConfig, LaneState
+from llm_ingress.leases import IDLE_FRAMES_PER_S
+from llm_ingress.wire import LaneRef, RefusedFor
+from tests.ingress.scripted_ring import ScriptedRing, ScriptedWorker
+
+
+def why_closed(worker: ScriptedWorker) -> str | None:
+    """Why the gateway ended its connection; None if it stands."""
+    return worker.closed_for
+
+
+def repeat(say: Callable[[], None], n: int) -> None:
+    for _ in range(n):
+        say()
+
+
+# One connection an identity.
+
+
+def test_the_same_instance_takes_its_own_place_at_once_and_its_lanes_go_back() -> None:
+    ring = ScriptedRing()
+    old = ring.worker(1, identity="gpu-1")
+    client = ring.client()
+    old.head()
+    old.say(b"one", b"1")
+    new = ring.worker(identity="gpu-1")
+    assert why_closed(old) == "a newer connection of the same worker takes its place"
+    assert client.lane.state is LaneState.WAITING
+    new.offer(1)
+    assert new.grants[0].progress == b"1"
+    assert [worker.instance_id for worker in ring.gateway.snapshot().workers] == ["i"]
+
+
+def test_another_instance_is_refused_while_the_lease_of_the_first_lives() -> None:
+    ring = ScriptedRing()
+    first = ring.worker(1, identity="gpu-1", instance="a")
+    client = ring.client()
+    with pytest.raises(WorkerRefused, match="another instance of gpu-1 is attached") as refused:
+        ring.worker(identity="gpu-1", instance="b")
+    assert refused.value.reason is RefusedFor.DUPLICATE
+    assert why_closed(first) is None
+    assert client.lane.state is LaneState.CLAIMED
+
+
+def test_another_instance_takes_the_place_of_one_whose_lease_has_ended() -> None:
+    ring = ScriptedRing()
+    first = ring.worker(identity="gpu-1", instance="a")
+    ring.wait(6.0)
+    ring.worker(identity="gpu-1", instance="b")
+    assert why_closed(first) is not None
+
+
+def test_another_instance_takes_over_if_it_says_so() -> None:
+    ring = ScriptedRing()
+    first = ring.worker(1, identity="gpu-1", instance="a")
+    client = ring.client()
+    second = ring.worker(1, identity="gpu-1", instance="b", takeover=True)
+    assert why_closed(first) is not None
+    assert second.last == client.lane.ref
+
+
+def test_other_identities_are_no_duplicates() -> None:
+    ring = ScriptedRing()
+    first, second = ring.worker(identity="gpu-1"), ring.worker(identity="gpu-2", instance="b")
+    assert (why_closed(first), why_closed(second)) == (None, None)
+
+
+def test_a_replaced_connection_speaks_for_nobody() -> None:
+    ring = ScriptedRing()
+    old = ring.worker(1, identity="gpu-1")
+    client = ring.client()
+    ref = old.last
+    new = ring.worker(1, identity="gpu-1")
+    assert new.last == LaneRef(client.lane.id, 2)
+    old.head(ref=ref)
+    assert client.lane.head is None
+    assert ring.gateway.snapshot().dropped_frames == 1
+
+
+# Those that only cost.
+
+
+def test_a_worker_that_claims_and_says_nothing_loses_its_connection_and_the_lane_goes_back() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
+    worker = ring.worker(1)
+    client = ring.client()
+    ring.wait(20.0, worker)
+    assert why_closed(worker) is None
+    ring.wait(0.5, worker)
+    assert why_closed(worker) == "it claimed lane 1 and said nothing for 20 s"
+    assert client.lane.state is LaneState.WAITING
+    assert client.lane.attempts == 1
+
+
+@pytest.mark.parametrize("word", ["head", "progress"])
+def test_one_word_about_a_lane_is_enough_however_long_the_prompt_takes(word: str) -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
+    worker = ring.worker(1)
+    ring.client()
+    ring.wait(10.0, worker)
+    worker.head() if word == "head" else worker.say(b"", b"start")
+    ring.wait(300.0, worker)
+    assert why_closed(worker) is None
+
+
+def test_the_time_for_a_first_word_begins_anew_with_each_claim() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
+    worker = ring.worker(1)
+    ring.client()
+    worker.head()
+    worker.die()
+    other = ring.worker(1)
+    ring.wait(19.5, other)
+    assert why_closed(other) is None
+    ring.wait(1.0, other)
+    assert why_closed(other) is not None
+
+
+def test_a_worker_silent_for_many_leases_loses_its_connection() -> None:
+    ring = ScriptedRing(GatewayConfig(heartbeat_timeout_s=5.0))
+    worker = ring.worker()
+    ring.wait(50.0)
+    assert why_closed(worker) is None
+    ring.wait(0.5)
+    assert why_closed(worker) == "nothing heard from it for 50 s"
+    assert ring.gateway.snapshot().workers == ()
+
+
+@pytest.mark.parametrize("frame", ["credit", "heartbeat", "no lane", "empty"])
+def test_a_worker_that_floods_is_at_fault(frame: str) -> None:
+    ring = ScriptedRing()
+    worker = ring.worker(1)
+    ring.client()
+    worker.head()
+    frames: dict[str, Callable[[], None]] = {
+        "credit": lambda: worker.offer(0),
+        "heartbeat": worker.beat,
+        "no lane": lambda: worker.say(b"x", ref=LaneRef(9, 9)),
+        "empty": lambda: worker.say(b""),
+    }
+    with pytest.raises(ProtocolFault, match="that move nothing"):
+        repeat(frames[frame], IDLE_FRAMES_PER_S + 1)
+
+
+def test_frames_that_move_nothing_are_forgiven_with_time() -> None:
+    ring = ScriptedRing()
+    worker = ring.worker()
+    ring.gateway.tick()
+    for _ in range(3):
+        repeat(worker.beat, IDLE_FRAMES_PER_S - 10)
+        ring.wait(1.0)
+
+
+def test_tokens_are_no_flood() -> None:
+    ring = ScriptedRing()
+    worker = ring.worker(1)
+    client = ring.client()
+    worker.head()
+    for _ in range(IDLE_FRAMES_PER_S + 1):
+        worker.say(b"x", b"1")
+        client.read()
+
+
+def test_a_worker_that_ignores_a_pause_is_at_fault() -> None:
+    ring = ScriptedRing(GatewayConfig(response_buffer_bytes=10))
+    worker = ring.worker(1)
+    ring.client()
+    worker.head()
+    worker.say(b"x" * 11)
+    assert worker.paused == [worker.last]
+    megabyte = b"x" * 1024 * 1024
+    with pytest.raises(ProtocolFault, match="which is paused"):
+        repeat(lambda: worker.say(megabyte), 17)

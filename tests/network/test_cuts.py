@@ -1,0 +1,105 @@
+"""The network between a worker and its ingress, cut and healed: nothing is lost, nothing is said twice.
+
+The worker runs in a network of its own, behind a line that drops what it is given. Its clients are with the
+ingress, and notice nothing.
+"""
+
+import asyncio
+
+import pytest
+
+from tests.network.chat import Chat, ask, sdk_of
+from tests.network.fleet import Fleet, Ingress, Worker
+from tests.network.line import Line
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+STORY = "Tell a story about a lighthouse."
+N_TOKENS = 200
+SHORT_CUT_S = 2.0
+SAMPLED = {"temperature": 1, "seed": 7}
+
+
+async def fleet_with_line(fleet: Fleet, line: Line, *flags: str) -> tuple[Ingress, Worker]:
+    """An ingress, and a worker at the far end of the line."""
+    pki = fleet.another_certificate(line.near)
+    ingress = fleet.new_ingress(*flags, pki=pki, host=line.near)
+    far = fleet.new_worker("far", ingress, line=line)
+    ingress.launch()
+    await far.start()
+    await far.until_attached()
+    return ingress, far
+
+
+async def test_a_cut_of_2_s_is_a_pause(line: Line, fleet: Fleet) -> None:
+    ingress, far = await fleet_with_line(fleet, line)
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        await chat.read(5)
+        line.cut()
+        await asyncio.sleep(SHORT_CUT_S)
+        line.heal()
+        answer = await chat.rest()
+        assert (answer.text, answer.usage) == (undisturbed.text, undisturbed.usage)
+    assert len(far.lines("is attached to")) == 1
+    assert not (ingress.lines("WARNING") + far.lines("WARNING"))
+    health = await ingress.quiet()
+    assert (health["finished"], health["dropped_frames"]) == (2, 0)
+
+
+async def test_a_longer_cut_is_a_death_and_the_worker_takes_the_place_of_its_old_connection(
+    line: Line, fleet: Fleet
+) -> None:
+    patience = ("--heartbeat-timeout", "2", "--no-worker-timeout", "30")
+    ingress, far = await fleet_with_line(fleet, line, *patience)
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        await chat.read(5)
+        line.cut()
+        near = await near_worker(fleet, ingress)
+        await chat.read(50)
+        await ingress.until(lambda _: ingress.holders() == [near.name])
+        await far.until_says("it is dialled until it answers")
+        line.heal()
+        await ingress.until_attached(2)
+        assert len(ingress.health()["workers"]) == 2
+        answer = await chat.rest()
+        assert (answer.text, answer.usage) == (undisturbed.text, undisturbed.usage)
+        await ingress.quiet()
+
+        await near.kill()
+        assert (await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)).text == undisturbed.text
+    assert len(far.lines("is attached to")) == 2
+    await ingress.quiet()
+
+
+async def test_frames_that_come_after_their_lease_has_ended_are_dropped(line: Line, fleet: Fleet) -> None:
+    ingress, far = await fleet_with_line(fleet, line, "--heartbeat-timeout", "2")
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        near = await near_worker(fleet, ingress)
+        near.freeze()  # loaded, and out of the way
+        await ingress.until_attached(1)
+        chat, leaving = [await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED) for _ in range(2)]
+        assert ingress.holders() == [far.name]
+        line.cut_outward()
+        near.thaw()
+        # What the ingress says arrives: the worker has no reason to give up the connection by itself.
+        await ingress.until(lambda health: health["workers"][0]["heard_ago_s"] > 1)
+        await leaving.leave()
+        await ingress.until(lambda _: ingress.holders() == [near.name])
+        line.heal()
+        assert (await chat.rest()).text == undisturbed.text
+        await ingress.until_attached(2)
+    assert (await ingress.quiet())["dropped_frames"] > 0
+    assert len(far.lines("is attached to")) == 1
+
+
+async def near_worker(fleet: Fleet, ingress: Ingress) -> Worker:
+    """A worker on this machine."""
+    near = fleet.new_worker("near", ingress)
+    await near.start()
+    await near.until_attached()
+    return near

@@ -1,0 +1,255 @@
+"""Workers lost in every state of an answer: the client reads what an undisturbed run says, or one error.
+
+The undisturbed run is the oracle, at temperature 0 and above, as long as prompt and answer stay within 256
+cells. Where nobody can go on, the answer comes no later than the heartbeat timeout (0 where the socket
+closed), the wait for a worker, and 2 s.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from tests.network.chat import Answer, Chat, ask, ask_whole, sdk_of
+from tests.network.fleet import MODEL, Fleet, Ingress, Worker, until
+
+pytestmark = pytest.mark.model
+
+STORY = "Tell a story about a lighthouse."
+OTHER_STORY = "Tell a story about a mountain."
+LONG_QUESTION = "Which of these is a colour: " + "lamp, stone, " * 45 + "blue?"  # some 190 tokens
+N_TOKENS = 100
+SAMPLED = {"temperature": 1, "seed": 7}
+PENALISED = {**SAMPLED, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+STARVED_S = 2.0
+SLACK_S = 2.0  # beyond the timeouts that were asked for
+
+
+def assert_same(answer: Answer, undisturbed: Answer) -> None:
+    assert answer.text == undisturbed.text
+    assert answer.finish_reason == undisturbed.finish_reason
+    usage, expected = answer.usage, undisturbed.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        expected.prompt_tokens,
+        expected.completion_tokens,
+    )
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens <= 256
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": STORY}], "temperature": 0, **fields}
+
+
+async def until_decoding(fleet: Fleet, ingress: Ingress) -> Worker:
+    """The one worker that holds a lane, once it has computed a token of it."""
+    await ingress.until(lambda _: ingress.holders())
+    holder = fleet.holder(ingress)
+    await until(lambda: holder.health()["decoding"], f"{holder} decodes")
+    return holder
+
+
+# A worker dies, and another goes on.
+
+
+async def test_a_worker_killed_before_its_first_word_leaves_the_whole_answer_to_another(fleet: Fleet) -> None:
+    ingress = await fleet.ingress()
+    first = await fleet.worker("gpu-1", ingress)
+    async with sdk_of(ingress) as sdk:
+        first.freeze()
+        asked = asyncio.create_task(ask(sdk, STORY, max_tokens=30))
+        await ingress.until(lambda health: health["lanes"]["claimed"] == 1)
+        await first.kill()
+        await fleet.worker("gpu-2", ingress)
+        assert_same(await asked, await ask(sdk, STORY, max_tokens=30))
+    await ingress.quiet()
+
+
+@pytest.mark.slow
+async def test_a_worker_killed_in_the_prompt_leaves_the_whole_answer_to_another(fleet: Fleet) -> None:
+    ingress = await fleet.ingress()
+    await fleet.workers(ingress, "gpu-1", "gpu-2")
+    async with sdk_of(ingress) as sdk:
+        begun = asyncio.create_task(Chat.begin(sdk, LONG_QUESTION, max_tokens=30))
+        await ingress.until(lambda _: ingress.holders())
+        holder = fleet.holder(ingress)
+        await until(lambda: holder.health()["kv_promised_tokens"], f"{holder} has begun with the prompt")
+        await holder.kill()
+        assert not begun.done()
+        answer = await (await begun).rest()
+        assert_same(answer, await ask(sdk, LONG_QUESTION, max_tokens=30))
+    await ingress.quiet()
+
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param(SAMPLED, marks=pytest.mark.slow), PENALISED], ids=["sampled", "penalised"]
+)
+async def test_a_sampled_stream_of_a_killed_worker_reads_on_as_if_nothing_had_happened(
+    fleet: Fleet, fields: dict[str, Any]
+) -> None:
+    ingress = await fleet.ingress()
+    await fleet.workers(ingress, "gpu-1", "gpu-2")
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **fields)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **fields)
+        await chat.read(10)
+        await fleet.holder(ingress).kill()
+        assert_same(await chat.rest(), undisturbed)
+    await ingress.quiet()
+
+
+@pytest.mark.slow
+async def test_a_stream_survives_as_many_deaths_as_there_are_attempts(fleet: Fleet) -> None:
+    ingress = await fleet.ingress("--max-attempts", "3")
+    await fleet.workers(ingress, "gpu-1", "gpu-2", "gpu-3")
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        for _ in range(2):
+            await chat.read(10)
+            await fleet.holder(ingress).kill()
+        assert_same(await chat.rest(), undisturbed)
+    await ingress.quiet()
+
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param({}, marks=pytest.mark.slow), PENALISED], ids=["greedy", "penalised"]
+)
+async def test_an_answer_in_one_piece_of_a_killed_worker_is_completed_by_another(
+    fleet: Fleet, fields: dict[str, Any]
+) -> None:
+    ingress = await fleet.ingress()
+    await fleet.workers(ingress, "gpu-1", "gpu-2")
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask_whole(sdk, STORY, max_tokens=N_TOKENS, **fields)
+        asked = asyncio.create_task(ask_whole(sdk, STORY, max_tokens=N_TOKENS, **fields))
+        await (await until_decoding(fleet, ingress)).kill()
+        assert not asked.done()
+        assert_same(await asked, undisturbed)
+    await ingress.quiet()
+
+
+async def test_a_restarted_worker_takes_up_what_it_lost_a_stop_string_half_held_back_included(
+    fleet: Fleet,
+) -> None:
+    ingress = await fleet.ingress("--no-worker-timeout", "30")
+    worker = await fleet.worker("gpu-1", ingress)
+    async with sdk_of(ingress) as sdk:
+        text = (await ask(sdk, STORY, max_tokens=N_TOKENS)).text
+        held_at, stopped_at = len(text) // 3, len(text) - 20
+        almost, met = text[held_at : held_at + 150] + "@", text[stopped_at:]
+        assert text.find(almost[0], 0, held_at) >= 0  # what is held back is let go more than once
+        stops = {"max_tokens": N_TOKENS, "stop": [almost, met]}
+        undisturbed = await ask(sdk, STORY, **stops)
+        assert (undisturbed.text, undisturbed.finish_reason) == (text[:stopped_at], "stop")
+
+        chat, clock = await asyncio.gather(
+            Chat.begin(sdk, STORY, **stops), Chat.begin(sdk, OTHER_STORY, max_tokens=N_TOKENS)
+        )
+        while len(chat.text) < held_at:
+            await chat.read(1)
+        while len(clock.chunks) < 50:  # one token a step, as the other's
+            await clock.read(1)
+        assert chat.text == text[:held_at]
+        await worker.kill()
+        await worker.start()
+        answer, other = await asyncio.gather(chat.rest(), clock.rest())
+        assert_same(answer, undisturbed)
+        assert_same(other, await ask(sdk, OTHER_STORY, max_tokens=N_TOKENS))
+    await ingress.quiet()
+
+
+# A worker dies, and there is no other.
+
+
+async def test_a_stream_nobody_can_go_on_with_ends_in_one_error_event_in_time(fleet: Fleet) -> None:
+    ingress = await fleet.ingress("--no-worker-timeout", "1")
+    worker = await fleet.worker("gpu-1", ingress)
+    asked = body(max_tokens=N_TOKENS, stream=True)
+    async with (
+        httpx.AsyncClient(timeout=30) as http,
+        http.stream("POST", f"{ingress.url}/v1/chat/completions", json=asked) as answer,
+    ):
+        assert answer.status_code == 200
+        lines = answer.aiter_lines()
+        await anext(lines)
+        killed_at = time.monotonic()
+        await worker.kill()
+        events = [orjson.loads(line.removeprefix("data: ")) async for line in lines if line]
+        assert 1 <= time.monotonic() - killed_at < 1 + SLACK_S
+    assert ["error" in event for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["error"]["code"]
+    assert (await ingress.quiet())["failed"] == 1
+
+
+@pytest.mark.parametrize("is_frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_an_answer_in_one_piece_nobody_can_go_on_with_is_refused_in_time(
+    fleet: Fleet, is_frozen: bool
+) -> None:
+    ingress = await fleet.ingress("--no-worker-timeout", "1", "--heartbeat-timeout", "2")
+    await fleet.worker("gpu-1", ingress)
+    async with sdk_of(ingress) as sdk:
+        asked = asyncio.create_task(ask_whole(sdk, STORY, max_tokens=N_TOKENS))
+        worker = await until_decoding(fleet, ingress)
+        lost_at = time.monotonic()
+        if is_frozen:
+            worker.freeze()
+        else:
+            await worker.kill()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await asked
+        assert refused.value.status_code in (502, 503)
+        assert time.monotonic() - lost_at < (2 if is_frozen else 0) + 1 + SLACK_S
+    health = ingress.health()
+    assert (health["failed"], health["open"]) == (1, 0)
+
+
+# A worker freezes.
+
+
+async def test_a_frozen_workers_stream_goes_on_elsewhere_and_when_it_wakes_it_serves_again(
+    fleet: Fleet,
+) -> None:
+    ingress = await fleet.ingress("--heartbeat-timeout", "2")
+    await fleet.workers(ingress, "gpu-1", "gpu-2")
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        await chat.read(10)
+        frozen = fleet.holder(ingress)
+        frozen_at = time.monotonic()
+        frozen.freeze()
+        await chat.read(10)
+        await ingress.until(lambda _: frozen.name not in ingress.holders())
+        assert time.monotonic() - frozen_at < 2 + SLACK_S
+        other = fleet.holder(ingress)
+        frozen.thaw()
+        assert_same(await chat.rest(), undisturbed)
+        await ingress.until_attached(2)
+        await ingress.quiet()
+
+        await other.kill()
+        assert_same(await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED), undisturbed)
+    await ingress.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["worker", "ingress"])
+async def test_nobody_is_evicted_who_was_starved_for_2_s(fleet: Fleet, which: str) -> None:
+    ingress = await fleet.ingress()
+    worker = await fleet.worker("gpu-1", ingress)
+    starved = worker if which == "worker" else ingress
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS)
+        await chat.read(5)
+        starved.freeze()
+        await asyncio.sleep(STARVED_S)
+        starved.thaw()
+        assert_same(await chat.rest(), undisturbed)
+    assert len(worker.lines("is attached to")) == 1
+    assert not (ingress.lines("WARNING") + worker.lines("WARNING"))
+    await ingress.quiet()
