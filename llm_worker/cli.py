@@ -156,7 +156,7 @@ def _add_discovery_flags(parser: argparse.ArgumentParser) -> None:
     discovery.add_argument(
         "--discovery-interval",
         type=float,
-        default=10.0,
+        default=30.0,
         metavar="S",
         help="seconds between look-ups (default: %(default)s)",
     )
