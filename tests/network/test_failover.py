@@ -131,14 +131,18 @@ async def test_a_stream_survives_as_many_deaths_as_there_are_attempts(fleet: Fle
 async def test_an_answer_in_one_piece_of_a_killed_worker_is_completed_by_another(
     fleet: Fleet, fields: dict[str, Any]
 ) -> None:
-    ingress = await fleet.ingress()
-    await fleet.workers(ingress, "gpu-1", "gpu-2")
+    ingress = await fleet.ingress("--no-worker-timeout", "30")
+    worker = await fleet.worker("gpu-1", ingress)
     async with sdk_of(ingress) as sdk:
         undisturbed = await ask_whole(sdk, STORY, max_tokens=N_TOKENS, **fields)
         asked = asyncio.create_task(ask_whole(sdk, STORY, max_tokens=N_TOKENS, **fields))
-        await (await until_decoding(fleet, ingress)).kill()
+        clock = await Chat.begin(sdk, OTHER_STORY, max_tokens=N_TOKENS)
+        await clock.read(30)  # one token a step, as the other's
+        await worker.kill()
         assert not asked.done()
+        await fleet.worker("gpu-2", ingress)
         assert_same(await asked, undisturbed)
+        await clock.rest()
     await ingress.quiet()
 
 
