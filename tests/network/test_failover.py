@@ -6,7 +6,12 @@ closed), the wait for a worker, and 2 s.
 """
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -44,6 +49,14 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": STORY}], "temperature": 0, **fields}
 
 
+async def until_prompting(fleet: Fleet, ingress: Ingress) -> Worker:
+    """The one worker that holds a lane, once its engine has begun with it."""
+    await ingress.until(lambda _: ingress.holders())
+    holder = fleet.holder(ingress)
+    await until(lambda: holder.health()["kv_promised_tokens"], f"{holder} has begun with the prompt")
+    return holder
+
+
 async def until_decoding(fleet: Fleet, ingress: Ingress) -> Worker:
     """The one worker that holds a lane, once it has computed a token of it."""
     await ingress.until(lambda _: ingress.holders())
@@ -74,10 +87,7 @@ async def test_a_worker_killed_in_the_prompt_leaves_the_whole_answer_to_another(
     await fleet.workers(ingress, "gpu-1", "gpu-2")
     async with sdk_of(ingress) as sdk:
         begun = asyncio.create_task(Chat.begin(sdk, LONG_QUESTION, max_tokens=30))
-        await ingress.until(lambda _: ingress.holders())
-        holder = fleet.holder(ingress)
-        await until(lambda: holder.health()["kv_promised_tokens"], f"{holder} has begun with the prompt")
-        await holder.kill()
+        await (await until_prompting(fleet, ingress)).kill()
         assert not begun.done()
         answer = await (await begun).rest()
         assert_same(answer, await ask(sdk, LONG_QUESTION, max_tokens=30))
@@ -121,14 +131,18 @@ async def test_a_stream_survives_as_many_deaths_as_there_are_attempts(fleet: Fle
 async def test_an_answer_in_one_piece_of_a_killed_worker_is_completed_by_another(
     fleet: Fleet, fields: dict[str, Any]
 ) -> None:
-    ingress = await fleet.ingress()
-    await fleet.workers(ingress, "gpu-1", "gpu-2")
+    ingress = await fleet.ingress("--no-worker-timeout", "30")
+    worker = await fleet.worker("gpu-1", ingress)
     async with sdk_of(ingress) as sdk:
         undisturbed = await ask_whole(sdk, STORY, max_tokens=N_TOKENS, **fields)
         asked = asyncio.create_task(ask_whole(sdk, STORY, max_tokens=N_TOKENS, **fields))
-        await (await until_decoding(fleet, ingress)).kill()
+        clock = await Chat.begin(sdk, OTHER_STORY, max_tokens=N_TOKENS)
+        await clock.read(30)  # one token a step, as the other's
+        await worker.kill()
         assert not asked.done()
+        await fleet.worker("gpu-2", ingress)
         assert_same(await asked, undisturbed)
+        await clock.rest()
     await ingress.quiet()
 
 
@@ -207,7 +221,20 @@ async def test_an_answer_in_one_piece_nobody_can_go_on_with_is_refused_in_time(
     assert (health["failed"], health["open"]) == (1, 0)
 
 
-# A worker freezes.
+@pytest.mark.slow
+async def test_a_stream_of_which_nothing_was_sent_is_refused_if_nobody_can_begin_it(fleet: Fleet) -> None:
+    ingress = await fleet.ingress("--no-worker-timeout", "1")
+    await fleet.worker("gpu-1", ingress)
+    async with sdk_of(ingress) as sdk:
+        begun = asyncio.create_task(Chat.begin(sdk, LONG_QUESTION, max_tokens=30))
+        await (await until_prompting(fleet, ingress)).kill()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await begun
+        assert refused.value.status_code == 503
+    assert ingress.health()["open"] == 0
+
+
+# A worker freezes, or has no time.
 
 
 async def test_a_frozen_workers_stream_goes_on_elsewhere_and_when_it_wakes_it_serves_again(
@@ -250,6 +277,34 @@ async def test_nobody_is_evicted_who_was_starved_for_2_s(fleet: Fleet, which: st
         await asyncio.sleep(STARVED_S)
         starved.thaw()
         assert_same(await chat.rest(), undisturbed)
+    assert_nobody_was_evicted(ingress, worker)
+    await ingress.quiet()
+
+
+@pytest.mark.slow
+async def test_nobody_is_evicted_on_a_machine_that_is_busy(fleet: Fleet) -> None:
+    ingress = await fleet.ingress()
+    worker = await fleet.worker("gpu-1", ingress)
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS)
+        with busy_processes(2 * (os.cpu_count() or 1)):
+            assert_same(await ask(sdk, STORY, max_tokens=N_TOKENS), undisturbed)
+    assert_nobody_was_evicted(ingress, worker)
+    await ingress.quiet()
+
+
+@contextmanager
+def busy_processes(n: int) -> Iterator[None]:
+    """Processes that each want a core for themselves."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def assert_nobody_was_evicted(ingress: Ingress, worker: Worker) -> None:
     assert len(worker.lines("is attached to")) == 1
     assert not (ingress.lines("WARNING") + worker.lines("WARNING"))
-    await ingress.quiet()
