@@ -3,10 +3,13 @@
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
 A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
-running stream sees. While others decode, a step may take `GAP_STEPS` times the usual step of the batch as it
-will be once the prompts have joined; while nobody does, `IDLE_STEP_S`, which is how long a cancel waits at
-most.
+running stream sees. A prompt that joins streams which ran before it came may stretch a step to `GAP_STEPS`
+times the usual step of the batch as it will be. Where nobody decodes, or only streams that came together with
+the prompts, a step may take `IDLE_STEP_S`, which is how long a cancel waits at most: what came together is
+best computed together.
 """
+
+from dataclasses import dataclass
 
 GAP_STEPS = 2.5
 IDLE_STEP_S = 0.25
@@ -18,6 +21,15 @@ _SMALLEST_SLICE = 4  # prompts move on, however slow a step is
 _TELLING_SLICE = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the next step has to do; `prompts_intrude` on streams that ran before they came."""
+
+    n_decoding: int
+    n_prompts: int
+    prompts_intrude: bool
+
+
 class Budget:
     """Learns from step times."""
 
@@ -26,15 +38,16 @@ class Budget:
         self._decode_s: list[float | None] = [None] * (n_slots + 1)  # usual step by sequences decoding
         self._prompt_token_s: float | None = None
 
-    def prompt_tokens(self, n_decoding: int, n_prompts: int) -> int:
-        """Tokens of `n_prompts` prompts that the next step may hold beside `n_decoding` sequences."""
-        room = self._batch_size - n_decoding
+    def prompt_tokens(self, load: Load) -> int:
+        """Tokens of prompts that the next step may hold beside the sequences that decode."""
+        room = self._batch_size - load.n_decoding
         if self._prompt_token_s is None:
             return min(room, _FIRST_GUESS_TOKENS)
-        spare_s = IDLE_STEP_S
-        if n_decoding:
-            allowed_s = min(GAP_STEPS * self._usual_s(n_decoding + n_prompts), IDLE_STEP_S)
-            spare_s = allowed_s - self._usual_s(n_decoding)
+        allowed_s = IDLE_STEP_S
+        if load.prompts_intrude:
+            usual_s = self._usual_s(load.n_decoding + load.n_prompts)
+            allowed_s = min(GAP_STEPS * usual_s, IDLE_STEP_S)
+        spare_s = allowed_s - self._usual_s(load.n_decoding)
         return min(room, max(_SMALLEST_SLICE, int(spare_s / self._prompt_token_s)))
 
     def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:

@@ -15,6 +15,7 @@ from llm_engine.gguf import DEFAULT_MODEL
 from llm_engine.sampling import SamplingParams
 
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +23,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
-        default=os.environ.get("MODEL_PATH"),
+        default=os.environ.get("MODEL_PATH") or None,
         metavar="NAME",
         help=f"a GGUF path, REPO, REPO:FILE, or smollm2 (default: {DEFAULT_MODEL}; environment: MODEL_PATH)",
     )
     model.add_argument(
         "--model-url",
-        default=os.environ.get("MODEL_URL"),
+        default=os.environ.get("MODEL_URL") or None,
         metavar="URL",
         help="fetch the GGUF from a plain URL instead (environment: MODEL_URL)",
     )
@@ -117,6 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"llm-engine: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Whoever read the answer has enough; the interpreter must not meet the same pipe again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED

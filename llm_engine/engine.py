@@ -18,7 +18,7 @@ from llm_engine import gguf
 from llm_engine.backend import Backend, LlamaBackend, context_params
 from llm_engine.budget import Budget
 from llm_engine.config import EngineConfig
-from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, TemplateRefused
+from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, RequestError, TemplateRefused
 from llm_engine.generation import (
     Control,
     Delta,
@@ -78,12 +78,12 @@ class Engine:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Template and tokenise a request, and clamp its `max_tokens` to the room left.
 
-        Raises: PromptTooLong, TemplateRefused, EngineClosed.
+        Raises: PromptTooLong, TemplateRefused, another RequestError, EngineClosed.
         """
         with self._model_in_use() as model:
             if model.template is None:
                 raise TemplateRefused("this model carries no chat template")
-            segments = model.template.render(request.messages, request.think)
+            segments = _encodable(model.template.render(request.messages, request.think))
             if (n_at_least := model.n_tokens_at_least(segments)) > self.info.n_ctx:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
             prompt = model.tokenize(segments)
@@ -206,6 +206,15 @@ def _put_all(batch: list[tuple[Mailbox, Event]]) -> None:
             mailbox.put(event)
         except Exception:
             logger.exception("a listener failed on %s", type(event).__name__)
+
+
+def _encodable(segments: tuple[str, ...]) -> tuple[str, ...]:
+    """The segments, if they are text. Raises: RequestError for half a surrogate pair."""
+    try:
+        "".join(segments).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("the messages hold half a surrogate pair, which is no text") from error
+    return segments
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self, TypeAlias
 
-from llm_engine.errors import EngineError
+from llm_engine.errors import EngineError, RequestError
 from llm_engine.sampling import SamplingParams
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": str, ...}, as chat templates take it
@@ -30,9 +30,11 @@ class StopReason(StrEnum):
 class GenerateRequest:
     """One generation asked for.
 
-    `max_tokens` None means up to the room left. `resumed` are tokens an earlier attempt already
-    generated and delivered: they are computed anew as part of the prompt, counted as completion,
-    and never delivered again.
+    `max_tokens` None means up to the room left; a stop string has at least one character. `resumed` are
+    tokens an earlier attempt already generated and delivered: they are computed anew as part of the
+    prompt, counted as completion, and never delivered again.
+
+    Raises: RequestError naming field and value.
     """
 
     messages: tuple[Message, ...]
@@ -42,6 +44,12 @@ class GenerateRequest:
     think: bool = False
     choice: int = 0
     resumed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}: it must be at least 1")
+        if "" in self.stop:
+            raise RequestError("stop holds an empty string: it would end every answer")
 
     @classmethod
     def user(cls, text: str, **options: Any) -> Self:

@@ -105,8 +105,7 @@ class Loop:
         events = self._drain_commands()
         events += self._scheduler.admit(self._clock())
         self._drop_freed()
-        n_decoding, n_prompts = self._scheduler.n_active()
-        plan = self._scheduler.plan(self._budget.prompt_tokens(n_decoding, n_prompts))
+        plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
         if not plan.slices:
             return events, False
         events += self._compute(plan)
@@ -157,7 +156,7 @@ class Loop:
         since = old.ended_at if old.ended_at is not None else started
         rate = n_sampled / max(ended - since, 1e-6)
         self.stats = StepStats(
-            n_decoding=self._scheduler.n_active()[0],
+            n_decoding=self._scheduler.load().n_decoding,
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol, Self, TypeAlias
 
+from llm_engine.budget import Load
 from llm_engine.errors import EngineError
 from llm_engine.generation import Delta, Event, Failed, StopReason
 from llm_engine.sequence import Sequence
@@ -124,11 +125,13 @@ class Scheduler:
 
     # -- counts --
 
-    def n_active(self) -> tuple[int, int]:
-        """Sequences that decode, and those still in their prompts; paused ones are neither."""
+    def load(self) -> Load:
+        """What the next step has to do; paused sequences are no part of it."""
         active = [s for s in self._running.values() if not s.paused]
-        n_decoding = sum(s.is_decoding for s in active)
-        return n_decoding, len(active) - n_decoding
+        began = [s.first_token_at for s in active if s.is_decoding]
+        came = [s.admitted_at for s in active if not s.is_decoding]
+        intrude = bool(began and came) and min(began) < min(came)
+        return Load(n_decoding=len(began), n_prompts=len(came), prompts_intrude=intrude)
 
     @property
     def kv_promised_tokens(self) -> int:

@@ -21,6 +21,9 @@ Headers: TypeAlias = Iterable[tuple[str, str]]
 # A refused upload is read on for a moment: closed at once, the client would meet a reset, not the answer.
 LINGER_S = 1.0
 
+# A proxy in front passes each chunk on as it comes, and keeps none of it.
+UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}\Z")
 
 
@@ -74,7 +77,7 @@ class Call:
 
     def common_headers(self) -> list[tuple[bytes, bytes]]:
         """Return what every answer carries."""
-        headers = [(b"x-request-id", self.request_id.encode("latin-1"))]
+        headers = [(b"x-request-id", self.request_id.encode("latin-1")), *UNBUFFERED]
         if self.is_last and self.scope["http_version"] in ("1.0", "1.1"):
             headers.append((b"connection", b"close"))
         return headers

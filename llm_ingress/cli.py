@@ -172,14 +172,14 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     listener = parser.add_argument_group("public listener")
     listener.add_argument(
         "--bind",
-        default=os.environ.get("HOST", LOOPBACK),
+        default=os.environ.get("HOST") or LOOPBACK,
         metavar="HOST",
         help=f"address to listen on (default: {LOOPBACK}; environment: HOST)",
     )
     listener.add_argument(
         "--port",
         type=int,
-        default=os.environ.get("PORT"),
+        default=os.environ.get("PORT") or None,
         metavar="N",
         help=f"port, 0 for any free one (default: {PLAIN_PORT}, {TLS_PORT} with TLS; environment: PORT)",
     )

@@ -51,7 +51,7 @@ class ServingConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, must be 0 to 65535")
-        if self.drain_timeout_s < 0:
+        if not self.drain_timeout_s >= 0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}, must not be negative")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together: give both or neither")

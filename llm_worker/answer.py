@@ -21,11 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 STREAM_HEAD = Head(
     status=200,
-    headers=(
-        ("content-type", "text/event-stream; charset=utf-8"),
-        ("cache-control", "no-cache"),
-        ("x-accel-buffering", "no"),
-    ),
+    headers=(("content-type", "text/event-stream; charset=utf-8"),),
 )
 
 # JSON allows these raw inside a string, but readers that split text into lines break the line at them.

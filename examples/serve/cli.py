@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from importlib.resources import files
 
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from llm_engine.cli import add_engine_flags, engine_config
+from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.errors import EngineError
 from llm_ingress.cli import (
@@ -32,9 +34,9 @@ from llm_ingress.cli import (
 )
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
-from llm_ingress.gateway import Gateway
-from llm_ingress.public import Public
-from llm_ingress.serving import Listener, listen, serve
+from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.public import Public, PublicConfig
+from llm_ingress.serving import Listener, ServingConfig, listen, serve
 from llm_worker.background import yield_to_decode
 from llm_worker.local import LocalRing
 from llm_worker.worker import Worker, WorkerConfig
@@ -51,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        # The socket first: a port that is taken is known before a model is loaded.
-        with closing(listen(serving_config(args))) as listener, _load(args) as engine:
+        # What can be wrong with options or port is known before a model is loaded.
+        settings = _settings(args)
+        with closing(listen(settings.serving)) as listener, _load(settings.engine) as engine:
             yield_to_decode()
-            return asyncio.run(_run(args, listener, engine))
+            return asyncio.run(_run(settings, listener, engine))
     except (ConfigError, EngineError) as error:
         print(f"llm-serve: {error}", file=sys.stderr)
         return EXIT_FAULT
@@ -79,9 +82,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(args: argparse.Namespace) -> Engine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """The options of each part."""
+
+    engine: EngineConfig
+    serving: ServingConfig
+    public: PublicConfig
+    gateway: GatewayConfig
+
+
+def _settings(args: argparse.Namespace) -> _Settings:
+    return _Settings(
+        engine=engine_config(args, max_tokens=args.max_tokens),
+        serving=serving_config(args),
+        public=public_config(args),
+        gateway=gateway_config(args),
+    )
+
+
+def _load(config: EngineConfig) -> Engine:
     started = time.monotonic()
-    engine = Engine.spawn(engine_config(args, max_tokens=args.max_tokens))
+    engine = Engine.spawn(config)
     info = engine.info
     logger.info(
         "%s is loaded in %.1f s: %d slots of %d tokens",
@@ -93,9 +115,9 @@ def _load(args: argparse.Namespace) -> Engine:
     return engine
 
 
-async def _run(args: argparse.Namespace, listener: Listener, engine: Engine) -> int:
+async def _run(settings: _Settings, listener: Listener, engine: Engine) -> int:
     """Serve until the drain is over."""
-    gateway = Gateway(gateway_config(args))
+    gateway = Gateway(settings.gateway)
     worker = Worker(engine, WorkerConfig(), [LocalRing(gateway)])
     drain = Drain()
     drain_on_signals(drain)
@@ -103,8 +125,8 @@ async def _run(args: argparse.Namespace, listener: Listener, engine: Engine) -> 
         reload_on_hangup([listener.tls])
     worker.start()
     try:
-        app = Public(gateway, public_config(args), routes=[Route("/", _page)])
-        await serve(app, gateway, listener, serving_config(args), drain)
+        app = Public(gateway, settings.public, routes=[Route("/", _page)])
+        await serve(app, gateway, listener, settings.serving, drain)
     finally:
         worker.close()
     return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
@@ -112,7 +134,7 @@ async def _run(args: argparse.Namespace, listener: Listener, engine: Engine) -> 
 
 async def _page(_request: Request) -> HTMLResponse:
     page = files("llm_serve").joinpath("ui/index.html").read_text(encoding="utf-8")
-    return HTMLResponse(page, headers={"cache-control": "no-cache"})
+    return HTMLResponse(page)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 #   MODEL       a model id                                  the first of /v1/models
 #   PROMPT      what to ask; each request's begins with its own number, so no two share a prefix
 #
-# ttfb and total are seconds by curl's own clock, to the first byte and to the last; tok/s is tokens / (total - ttfb).
+# ttfb and total are milliseconds by curl's own clock, to the first byte and to the last; tok/s is tokens / (total - ttfb).
 # Exit status: 0 if every request ended well, 1 if any failed, 2 if the server could not be asked at all.
 set -euo pipefail
 export LC_ALL=C  # a decimal point in EPOCHREALTIME and awk, whatever the user's language
@@ -79,7 +79,7 @@ trouble() {
 row() {
     local why status ttfb=0 total=0 tokens finish
     why=$(trouble "$1" "$2")
-    read -r status ttfb total <"$dir/$1.times" || true
+    read -r status ttfb total < <(awk '{ printf "%s %.1f %.1f\n", $1, 1000 * $2, 1000 * $3 }' "$dir/$1.times") || true
     if [[ $why ]]; then
         printf '%3d  %8s %9s %8s %8s  %s\n' "$1" "$ttfb" "$total" - - "failed: ${why//  / }"
         return 1
@@ -89,7 +89,7 @@ row() {
     echo "${tokens:-0}" >>"$dir/tokens"
     awk -v i="$1" -v ttfb="$ttfb" -v total="$total" -v n="${tokens:-0}" -v finish="$finish" 'BEGIN {
         span = total - ttfb
-        rate = (span > 0) ? sprintf("%.1f", n / span) : "-"
+        rate = (span > 0) ? sprintf("%.1f", 1000 * n / span) : "-"
         printf "%3d  %8s %9s %8d %8s  %s\n", i, ttfb, total, n, rate, finish
     }'
 }

@@ -17,6 +17,7 @@ from llm_engine.errors import (
     EngineBusy,
     EngineClosed,
     PromptTooLong,
+    RequestError,
     TemplateRefused,
 )
 from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
@@ -221,6 +222,17 @@ def test_a_template_refusal_and_a_model_without_template_are_the_callers_errors(
         engine._model.template = None
         with pytest.raises(TemplateRefused, match="no chat template"):
             engine.submit(ask("hello"))
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": -5}, {"stop": ("",)}])
+def test_a_request_out_of_its_range_names_the_field(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(options))):
+        ask("hello", **options)
+
+
+def test_half_a_surrogate_pair_is_the_callers_error() -> None:
+    with running() as (engine, _), pytest.raises(RequestError, match="surrogate"):
+        engine.submit(ask("\udcff"))
 
 
 def test_think_reaches_the_template() -> None:

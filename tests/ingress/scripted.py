@@ -30,11 +30,7 @@ from llm_ingress.wire import (
 CHAT = "/v1/chat/completions"
 STREAM_HEAD = Head(
     status=200,
-    headers=(
-        ("content-type", "text/event-stream"),
-        ("cache-control", "no-cache"),
-        ("x-accel-buffering", "no"),
-    ),
+    headers=(("content-type", "text/event-stream"),),
 )
 JSON_HEAD = Head(status=200, headers=(("content-type", "application/json"),))
 CARD = ModelCard(
