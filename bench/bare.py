@@ -42,7 +42,8 @@ class BareLoop:
         context = llama.init_context(self._model.pointer, self._params)
         assert context, "no context for the bare loop"
         self._context = context
-        self._batch = llama.Batch(self._params.n_batch)
+        self._logits = llama.LogitsViews(context, self._model.n_vocab)
+        self._batch = llama.Batch(self._params.n_batch, self._params.n_ctx)
 
     def __enter__(self) -> Self:
         return self
@@ -81,15 +82,15 @@ class BareLoop:
             self._batch.clear()
             self._batch.append(seq_id, start, part, wants_logits=start + len(part) == len(prompt))
             self._decode()
-        return int(llama.logits(self._context, 1, self._model.n_vocab).argmax())
+        return int(self._logits.of(1).argmax())
 
     def _step(self, last: dict[int, int], positions: list[int]) -> dict[int, int]:
         self._batch.clear()
         for seq_id, token in last.items():
-            self._batch.append(seq_id, positions[seq_id], [token], wants_logits=True)
+            self._batch.append_one(seq_id, positions[seq_id], token)
             positions[seq_id] += 1
         self._decode()
-        rows = llama.logits(self._context, len(last), self._model.n_vocab)
+        rows = self._logits.of(len(last))
         return dict(zip(last, rows.argmax(axis=1).tolist(), strict=True))
 
     def _decode(self) -> None:

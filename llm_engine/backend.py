@@ -34,10 +34,10 @@ class LlamaBackend:
     """llama.cpp."""
 
     def __init__(self, model: Model, context: llama.ContextPointer, params: llama.ContextParams) -> None:
-        self._n_vocab = model.n_vocab
         self._context = context
         self._n_seq_max = params.n_seq_max
-        self._batch = llama.Batch(params.n_batch)
+        self._batch = llama.Batch(params.n_batch, params.n_ctx)
+        self._logits = llama.LogitsViews(context, model.n_vocab)
 
     @classmethod
     def create(cls, model: Model, params: llama.ContextParams) -> Self:
@@ -63,10 +63,13 @@ class LlamaBackend:
         self._batch.clear()
         for part in plan.slices:
             sequence = part.sequence
-            tokens = sequence.pending(part.n_tokens)
-            self._batch.append(sequence.slot, sequence.n_computed, tokens, wants_logits=part.samples)
+            if part.n_tokens == 1 and part.samples:
+                self._batch.append_one(sequence.slot, sequence.n_computed, sequence.tokens[-1])
+            else:
+                tokens = sequence.pending(part.n_tokens)
+                self._batch.append(sequence.slot, sequence.n_computed, tokens, wants_logits=part.samples)
         self._decode()
-        return llama.logits(self._context, len(plan.sampled), self._n_vocab)
+        return self._logits.of(len(plan.sampled))
 
     def drop(self, seq_id: int) -> None:
         llama.drop_cells(self._context, seq_id, self._n_seq_max)

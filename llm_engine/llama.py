@@ -271,7 +271,8 @@ def n_ctx_seq(context: ContextPointer) -> int:
 class Batch:
     """The tokens of one `llama_decode`, in arrays allocated once."""
 
-    def __init__(self, n_batch: int) -> None:
+    def __init__(self, n_batch: int, n_positions: int) -> None:
+        self._count = np.arange(n_positions, dtype=np.int32)
         self.tokens = np.zeros(n_batch, np.int32)
         self.positions = np.zeros(n_batch, np.int32)
         self.seq_ids = np.zeros(n_batch, np.int32)
@@ -300,11 +301,21 @@ class Batch:
         begin, end = self.n_tokens, self.n_tokens + len(tokens)
         assert begin < end <= self.n_batch, f"{end} tokens in a batch of {self.n_batch}"
         self.tokens[begin:end] = tokens
-        self.positions[begin:end] = range(start, start + len(tokens))
+        self.positions[begin:end] = self._count[start : start + len(tokens)]
         self.seq_ids[begin:end] = seq_id
         self.wants_logits[begin:end] = 0
         self.wants_logits[end - 1] = wants_logits
         self.n_tokens = end
+
+    def append_one(self, seq_id: int, position: int, token: int) -> None:
+        """Add the one token of a running sequence, with logits: `append` at a fraction of its cost."""
+        at = self.n_tokens
+        assert at < self.n_batch, f"{at + 1} tokens in a batch of {self.n_batch}"
+        self.tokens[at] = token
+        self.positions[at] = position
+        self.seq_ids[at] = seq_id
+        self.wants_logits[at] = 1
+        self.n_tokens = at + 1
 
 
 def _pointer(array: npt.NDArray[Any], ctype: Any) -> Any:
@@ -325,9 +336,28 @@ def synchronize(context: ContextPointer) -> None:
     c.llama_synchronize(context)
 
 
-def logits(context: ContextPointer, n_rows: int, n_columns: int) -> Logits:
-    """A view of the last decode's logits, (rows that asked for them, vocabulary); valid until the next."""
-    return np.ctypeslib.as_array(_get_logits(context), shape=(n_rows, n_columns))
+class LogitsViews:
+    """Views of the logits of a context's last decode, (rows that asked for them, vocabulary).
+
+    Making one costs more than reading it, and llama.cpp keeps its buffer, so each shape is made once.
+    """
+
+    def __init__(self, context: ContextPointer, n_vocab: int) -> None:
+        self._context = context
+        self._n_vocab = n_vocab
+        self._address: int | None = None
+        self._views: dict[int, Logits] = {}
+
+    def of(self, n_rows: int) -> Logits:
+        """The first `n_rows` rows; valid until the next decode."""
+        pointer = _get_logits(self._context)
+        address = ctypes.addressof(pointer.contents)
+        if address != self._address:
+            self._address = address
+            self._views.clear()
+        if n_rows not in self._views:
+            self._views[n_rows] = np.ctypeslib.as_array(pointer, shape=(n_rows, self._n_vocab))
+        return self._views[n_rows]
 
 
 def drop_cells(context: ContextPointer, seq_id: int, n_seq_max: int) -> None:

@@ -128,11 +128,8 @@ class Loop:
 
     def _drain_commands(self) -> list[Addressed]:
         events: list[Addressed] = []
-        for _ in range(COMMANDS_PER_STEP):
-            try:
-                events += self._apply(self.commands.get_nowait())
-            except queue.Empty:
-                break
+        for _ in range(min(COMMANDS_PER_STEP, self.commands.qsize())):  # this thread alone takes from it
+            events += self._apply(self.commands.get_nowait())
         return events
 
     def _apply(self, command: Command) -> list[Addressed]:

@@ -159,7 +159,7 @@ def argmax_rows(logits: Logits) -> TokenIds:
     Shapes: (n_rows, n_vocab) -> (n_rows,).
     """
     tokens: TokenIds = logits.argmax(axis=1)
-    best = np.take_along_axis(logits, tokens[:, np.newaxis], axis=1)[:, 0]
+    best = logits[np.arange(len(tokens)), tokens]
     for row in np.flatnonzero(np.isnan(best)):
         tokens[row] = np.where(np.isnan(logits[row]), -np.inf, logits[row]).argmax()
     return tokens

@@ -101,7 +101,7 @@ def _tokenize_every_byte(model: llama.ModelPointer) -> None:
 
 def _compute(context: llama.ContextPointer) -> int:
     """Two tokens, then one: kernels check some numbers only now, and not the same for both."""
-    batch = llama.Batch(_CONTEXT.n_batch)
+    batch = llama.Batch(_CONTEXT.n_batch, _CONTEXT.n_ctx)
     for start, tokens in ((0, [0, 1]), (2, [2])):
         batch.clear()
         batch.append(0, start, tokens, wants_logits=True)
