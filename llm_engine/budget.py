@@ -3,10 +3,9 @@
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
 A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
-running stream sees. A prompt that joins streams which ran before it came may stretch a step to `GAP_STEPS`
-times the usual step of the batch as it will be. Where nobody decodes, or only streams that came together with
-the prompts, a step may take `IDLE_STEP_S`, which is how long a cancel waits at most: what came together is
-best computed together.
+running stream sees. While others decode, a step may take `GAP_STEPS` times the usual step of the batch as it
+will be once the prompts have joined; while nobody does, `IDLE_STEP_S`, which is how long a cancel waits at
+most.
 """
 
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ _TELLING_SLICE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the next step has to do; `prompts_intrude` on streams that ran before they came."""
+    """What the next step has to do: sequences that decode, and those still in their prompts."""
 
     n_decoding: int
     n_prompts: int
-    prompts_intrude: bool
 
 
 class Budget:
@@ -44,7 +42,7 @@ class Budget:
         if self._prompt_token_s is None:
             return min(room, _FIRST_GUESS_TOKENS)
         allowed_s = IDLE_STEP_S
-        if load.prompts_intrude:
+        if load.n_decoding:
             usual_s = self._usual_s(load.n_decoding + load.n_prompts)
             allowed_s = min(GAP_STEPS * usual_s, IDLE_STEP_S)
         spare_s = allowed_s - self._usual_s(load.n_decoding)

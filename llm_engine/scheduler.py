@@ -128,10 +128,8 @@ class Scheduler:
     def load(self) -> Load:
         """What the next step has to do; paused sequences are no part of it."""
         active = [s for s in self._running.values() if not s.paused]
-        began = [s.first_token_at for s in active if s.is_decoding]
-        came = [s.admitted_at for s in active if not s.is_decoding]
-        intrude = bool(began and came) and min(began) < min(came)
-        return Load(n_decoding=len(began), n_prompts=len(came), prompts_intrude=intrude)
+        n_decoding = sum(s.is_decoding for s in active)
+        return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
 
     @property
     def kv_promised_tokens(self) -> int:

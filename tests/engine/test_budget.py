@@ -15,60 +15,53 @@ def learned(*, batch_size: int = 512) -> Budget:
     return budget
 
 
-def joining(n_decoding: int, n_prompts: int) -> Load:
-    return Load(n_decoding=n_decoding, n_prompts=n_prompts, prompts_intrude=True)
-
-
-def test_what_came_together_is_computed_together() -> None:
-    together = Load(n_decoding=4, n_prompts=4, prompts_intrude=False)
-    assert abs(learned().prompt_tokens(together) - (IDLE_STEP_S - 0.020) / TOKEN_S) <= 1
+def load(n_decoding: int, n_prompts: int) -> Load:
+    return Load(n_decoding=n_decoding, n_prompts=n_prompts)
 
 
 def test_a_slice_beside_running_streams_stays_within_the_gap() -> None:
     budget = learned()
     usual_s = 0.020 + TOKEN_S  # of the five that there will be
-    n_tokens = budget.prompt_tokens(joining(4, 1))
+    n_tokens = budget.prompt_tokens(load(4, 1))
     assert 0.020 + n_tokens * TOKEN_S <= GAP_STEPS * usual_s < 0.020 + (n_tokens + 2) * TOKEN_S
 
 
 def test_a_crowd_of_prompts_may_take_the_step_it_will_cost_anyway() -> None:
-    assert learned().prompt_tokens(joining(4, 4)) > learned().prompt_tokens(joining(4, 1))
+    assert learned().prompt_tokens(load(4, 4)) > learned().prompt_tokens(load(4, 1))
 
 
 def test_no_step_takes_longer_than_an_idle_one() -> None:
     budget = Budget(100_000, n_slots=64)
     budget.observe(0, 10, 10 * TOKEN_S)
     budget.observe(60, 0, 0.2)
-    assert 0.2 + budget.prompt_tokens(joining(60, 4)) * TOKEN_S <= IDLE_STEP_S + 1e-9
+    assert 0.2 + budget.prompt_tokens(load(60, 4)) * TOKEN_S <= IDLE_STEP_S + 1e-9
 
 
 def test_a_slice_grows_when_nobody_decodes() -> None:
-    assert learned().prompt_tokens(Load(n_decoding=0, n_prompts=1, prompts_intrude=False)) == round(
-        IDLE_STEP_S / TOKEN_S
-    )
+    assert learned().prompt_tokens(load(0, 1)) == round(IDLE_STEP_S / TOKEN_S)
 
 
 def test_a_slice_is_never_empty_and_never_beyond_the_batch() -> None:
-    assert learned(batch_size=16).prompt_tokens(Load(n_decoding=0, n_prompts=1, prompts_intrude=False)) == 16
+    assert learned(batch_size=16).prompt_tokens(load(0, 1)) == 16
     slow = Budget(512, n_slots=8)
     slow.observe(0, 1, 10.0)
     slow.observe(7, 0, 0.001)
-    assert slow.prompt_tokens(joining(7, 1)) > 0
+    assert slow.prompt_tokens(load(7, 1)) > 0
 
 
 def test_an_unmeasured_count_is_guessed_from_a_smaller_one() -> None:
     budget = learned()
     spare_s = GAP_STEPS * (0.020 + 3 * TOKEN_S) - (0.020 + 2 * TOKEN_S)
-    assert abs(budget.prompt_tokens(joining(6, 1)) - spare_s / TOKEN_S) <= 1
+    assert abs(budget.prompt_tokens(load(6, 1)) - spare_s / TOKEN_S) <= 1
 
 
 def test_small_slices_that_cost_more_for_being_mixed_do_not_shrink_the_next() -> None:
     budget = learned()
-    before = budget.prompt_tokens(joining(4, 1))
+    before = budget.prompt_tokens(load(4, 1))
     for _ in range(5):
         budget.observe(4, 4, 0.020 + 4 * TOKEN_S + 0.010)
-    assert budget.prompt_tokens(joining(4, 1)) >= before - 3
+    assert budget.prompt_tokens(load(4, 1)) >= before - 3
 
 
 def test_before_anything_was_measured_a_slice_is_small() -> None:
-    assert 0 < Budget(512, 8).prompt_tokens(Load(n_decoding=0, n_prompts=1, prompts_intrude=False)) <= 64
+    assert 0 < Budget(512, 8).prompt_tokens(load(0, 1)) <= 64

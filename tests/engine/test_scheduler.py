@@ -120,16 +120,6 @@ def test_slices_come_in_the_order_of_their_slots_and_low_slots_are_used_first() 
     assert [part.sequence.key for part in made.plan(100).slices] == ["new", "1", "newer", "3"]
 
 
-def test_prompts_intrude_only_on_streams_that_ran_before_they_came() -> None:
-    made = scheduler(sequence("a"), sequence("long", n_prompt=50))
-    turn(made, ord("x"), n_prompt_tokens=6)
-    assert made.load() == Load(n_decoding=1, n_prompts=1, prompts_intrude=False)
-    made.cancel("long", now=2.5)
-    made.enqueue(sequence("late", n_prompt=50))
-    made.admit(now=3.0)
-    assert made.load() == Load(n_decoding=1, n_prompts=1, prompts_intrude=True)
-
-
 def test_freed_slots_are_named_once_and_reused() -> None:
     made = scheduler(sequence("a", max_tokens=1), n_slots=1)
     turn(made, ord("x"))
@@ -158,7 +148,7 @@ def test_a_paused_sequence_is_left_out_and_keeps_its_slot() -> None:
     turn(made, ord("x"))
     made.set_paused("a", True)
     assert shape(made.plan(10)) == [("b", 1)]
-    assert made.load() == Load(n_decoding=1, n_prompts=0, prompts_intrude=False)
+    assert made.load() == Load(n_decoding=1, n_prompts=0)
     made.set_paused("a", False)
     assert shape(made.plan(10)) == [("a", 1), ("b", 1)]
 
