@@ -47,7 +47,8 @@ def reference_distribution(row: npt.NDArray[np.float32], params: SamplingParams)
 
 def reference_pick(row: npt.NDArray[np.float32], params: SamplingParams, number: float) -> int:
     distribution = reference_distribution(row, params)
-    if not params.top_k and params.top_p >= 1 and not params.min_p:
+    cuts = 0 < params.top_k < len(row) or params.top_p < 1 or params.min_p > 0
+    if not cuts:
         distribution.sort()  # nothing to cut: the draw goes through the vocabulary as it stands
     mass = 0.0
     for token, probability in distribution:
