@@ -1,10 +1,17 @@
-"""The models of the tests, each written or found once per session."""
+"""The models of the tests, each written or found once per session, and how property tests search."""
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.models import smollm2_path, write_qwen35_like, write_sliding_window
+
+# A busy machine is slow, not wrong. On CI the examples are the same every time.
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @pytest.fixture(scope="session")
