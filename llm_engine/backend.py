@@ -54,11 +54,6 @@ class LlamaBackend:
         backend._warm_up()
         return backend
 
-    @property
-    def n_ctx_seq(self) -> int:
-        """Tokens each slot holds."""
-        return llama.n_ctx_seq(self._context)
-
     def run(self, plan: Plan) -> llama.Logits:
         self._batch.clear()
         for part in plan.slices:

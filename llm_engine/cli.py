@@ -84,6 +84,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_max_tokens_flag(parser: argparse.ArgumentParser) -> None:
+    """The limit of answers whose request names none, for commands that serve."""
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens generated when a request names no limit (default: %(default)s, or the room left)",
+    )
+
+
 def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> EngineConfig:
     """The engine's options from parsed flags.
 

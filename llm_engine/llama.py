@@ -127,10 +127,6 @@ def free_model(model: ModelPointer) -> None:
     c.llama_model_free(model)
 
 
-def supports_gpu() -> bool:
-    return bool(c.llama_supports_gpu_offload())
-
-
 def init_context(model: ModelPointer, wanted: ContextParams) -> ContextPointer | None:
     """Create a context with one KV stream per sequence; None on failure, with the reason in the log.
 
@@ -246,12 +242,6 @@ def chat_template(model: ModelPointer) -> str | None:
     return source.decode("utf-8", "replace") if source else None
 
 
-def metadata(model: ModelPointer, key: str) -> str | None:
-    buffer = ctypes.create_string_buffer(1024)
-    size = c.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace") if size >= 0 else None
-
-
 def n_params(model: ModelPointer) -> int:
     return int(c.llama_model_n_params(model))
 
@@ -261,11 +251,6 @@ def n_ctx_train(model: ModelPointer) -> int:
 
 
 # --- one context -------------------------------------------------------------------------------------------
-
-
-def n_ctx_seq(context: ContextPointer) -> int:
-    """Tokens each sequence can hold."""
-    return int(c.llama_n_ctx_seq(context))
 
 
 class Batch:

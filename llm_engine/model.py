@@ -90,10 +90,6 @@ class Model:
             control_spellings=self._control_spellings(),
         )
 
-    def metadata(self, key: str) -> str | None:
-        """A value of the GGUF's header as text."""
-        return llama.metadata(self.pointer, key)
-
     def fingerprint(self, *settings: object) -> str:
         """A digest of file, engine build and settings: equal means the same tokens come out.
 

@@ -21,7 +21,7 @@ from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_engine.cli import add_engine_flags, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
 from llm_engine.engine import Engine
 from llm_engine.errors import EngineError
 from llm_ingress.certs import WORKER_SCHEME, CertificateFiles, read_facts
@@ -89,13 +89,7 @@ def parser_of_flags() -> argparse.ArgumentParser:
         description="Serve a GGUF model to the clients of one or more ingresses, dialling out to each.",
     )
     add_engine_flags(parser)
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="tokens generated when a request names no limit (default: %(default)s, or the room left)",
-    )
+    add_max_tokens_flag(parser)
     _add_ring_flags(parser)
     _add_discovery_flags(parser)
     _add_operating_flags(parser)

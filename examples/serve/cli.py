@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from llm_engine.cli import add_engine_flags, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.errors import EngineError
@@ -71,13 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a GGUF model to many OpenAI clients, with a chat page at /, all in one process.",
     )
     add_engine_flags(parser)
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="tokens generated when a request names no limit (default: %(default)s, or the room left)",
-    )
+    add_max_tokens_flag(parser)
     add_public_flags(parser)
     return parser
 
