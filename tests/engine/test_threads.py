@@ -10,6 +10,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the thre
 # In a process of its own: here another test may have computed on this thread before.
 COUNT_THREADS = """
 import os
+import time
 from llm_engine import gguf
 from llm_engine.backend import LlamaBackend, context_params
 from llm_engine.config import EngineConfig
@@ -19,7 +20,10 @@ config = EngineConfig(model="smollm2", threads=3)
 model = Model.load(gguf.resolve(config.model).path)
 before = len(os.listdir("/proc/self/task"))
 LlamaBackend.create(model, context_params(config, 256))
-print(before, len(os.listdir("/proc/self/task")))
+deadline = time.monotonic() + 5  # a thread is listed for a moment after it was joined
+while (after := len(os.listdir("/proc/self/task"))) > before and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(before, after)
 """
 
 
