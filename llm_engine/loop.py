@@ -152,7 +152,8 @@ class Loop:
             self._backend.drop(seq_id)
 
     def _n_admissible(self) -> int:
-        return self._budget.n_admissible(self._scheduler.n_running)
+        n_prompts = self._scheduler.load().n_prompts
+        return self._budget.n_admissible(self._scheduler.n_running, n_prompts)
 
     def _idle_stats(self) -> StepStats:
         return StepStats(
