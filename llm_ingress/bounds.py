@@ -1,7 +1,7 @@
 """The bounds a ring is run within: places, bytes, attempts, time.
 
 Pure: `overdue` says how a lane ends that is past one of its limits of time, `hopeless` how one does that no
-further claim would help; `gateway.py` asks, and ends it.
+further claim would help; `gateway.py` and `placement.py` ask, and end it.
 """
 
 from dataclasses import dataclass

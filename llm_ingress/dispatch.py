@@ -1,7 +1,7 @@
 """Who gets which lane: the queue of waiting lanes per model, and the choice among workers with credit.
 
 Owns: the order of the waiting lanes, and the names models go by. Decides, and acts on nothing.
-Called by: `gateway.py`, which claims what is chosen here.
+Called by: `placement.py`, which claims what is chosen here.
 
 Order within a model: lanes that come back from a worker first, oldest first; then tenants in turn, and first
 come first served within a tenant. Taking the next fresh lane costs the same however many wait.

@@ -1,8 +1,8 @@
 """A lane: one admitted public request, its state, its two bounded buffers, and the pool it takes a place in.
 
 Owns: what clients have not read yet, what another worker would need to continue, and every place of the ring.
-Touched by: `gateway.py` only, on the event loop. The HTTP surface reads a lane's `state`, `head`, `unread`
-and `outcome`, and changes nothing.
+Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. The HTTP surface reads a lane's
+`state`, `head`, `unread` and `outcome`, and changes nothing.
 """
 
 from collections import Counter

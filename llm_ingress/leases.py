@@ -1,7 +1,8 @@
 """Who holds which lane, and until when: the attached workers as the ingress sees them.
 
 Owns: the worker views: each worker's lanes, credit and last sign of life.
-Touched by: `gateway.py` only, on the event loop. `dispatch.py` reads the views to choose between them.
+Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. `dispatch.py` reads the views to
+choose between them.
 """
 
 from collections.abc import Iterator
