@@ -318,7 +318,7 @@ async def test_a_newer_connection_takes_the_place_of_the_old_one(issued: Issued,
 async def test_a_connection_without_a_hello_is_ended(
     issued: Issued, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("llm_ingress.control.HANDSHAKE_S", 0.1)
+    monkeypatch.setattr("llm_ingress.control.HELLO_S", 0.1)
     async with (
         controlled(Gateway(GatewayConfig()), issued) as control,
         raw_worker(control, issued.worker) as raw,
