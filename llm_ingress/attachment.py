@@ -130,6 +130,8 @@ class Attachment:
                 self._workers.end(self._worker_id, ref, content)
             case Fail():
                 self._workers.fail(self._worker_id, ref, content)
+            case LaneSignal.WORKING:
+                self._workers.working(self._worker_id, ref)
             case LaneSignal():
                 self._workers.release(self._worker_id, ref)
             case _:

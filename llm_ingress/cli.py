@@ -87,6 +87,12 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
     _add_seconds(
         control, "--heartbeat-interval", bounds.heartbeat_interval_s, "how often workers are set to be heard"
     )
+    _add_seconds(
+        control,
+        "--claim-timeout",
+        bounds.claim_timeout_s,
+        "a worker that says nothing of a lane it holds for so long loses it, though it is heard",
+    )
 
 
 def _add_tenant_flags(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +149,7 @@ def _ring_config(args: argparse.Namespace) -> GatewayConfig:
         gateway_config(args),
         heartbeat_interval_s=args.heartbeat_interval,
         heartbeat_timeout_s=args.heartbeat_timeout,
+        claim_timeout_s=args.claim_timeout,
     )
 
 

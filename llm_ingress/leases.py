@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llm_ingress.errors import ProtocolFault
-from llm_ingress.lanes import Lane, LaneState
+from llm_ingress.lanes import Lane
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
 
 # Frames that move nothing: offers and heartbeats beyond need, lanes it does not hold, empty bodies. A worker
@@ -83,10 +83,10 @@ class WorkerView:
         if self.n_idle_frames > IDLE_FRAMES_PER_S:
             raise ProtocolFault(f"over {IDLE_FRAMES_PER_S} frames in a second that move nothing")
 
-    def unanswered(self, before: float) -> Lane | None:
-        """Return a lane it was granted before then and has said nothing about."""
+    def unmoved(self, before: float) -> Lane | None:
+        """Return a lane that nobody told it to hold, and that it has said nothing of since then."""
         for lane in self.held.values():
-            if lane.state is LaneState.CLAIMED and not lane.is_answered and lane.claimed_at < before:
+            if lane.heard_at < before and not lane.is_paused:
                 return lane
         return None
 
@@ -178,17 +178,20 @@ class Leases:
         """Return the workers that are not worth their connection any more, each with the reason.
 
         1. Silent many leases long: it is not coming back to this connection.
-        2. Granted a lane, alive, and without a word about it: it takes work and does none.
+        2. Alive, and without a word about a lane it holds: it takes work and does none, or is stuck.
+
+        Nobody is, while a scan that ran late has frames to catch up with.
         """
+        if now < self._grace_until:
+            return []
         forget_s = LEASES_UNTIL_FORGOTTEN * self._timeout_s
         faults = []
         for worker in self:
             if not worker.is_live and now - worker.heard_at > forget_s:  # 1
                 faults.append((worker, f"nothing heard from it for {forget_s:g} s"))
-            elif (lane := worker.unanswered(now - claim_timeout_s)) is not None:  # 2
-                faults.append(
-                    (worker, f"it claimed lane {lane.id} and said nothing for {claim_timeout_s:g} s")
-                )
+            elif (lane := worker.unmoved(now - claim_timeout_s)) is not None:  # 2
+                why = f"it holds lane {lane.id} and has said nothing of it for {claim_timeout_s:g} s"
+                faults.append((worker, why))
         return faults
 
     def allow_idle_frames(self, now: float) -> None:

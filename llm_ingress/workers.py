@@ -149,6 +149,11 @@ class WorkersSide:
         if lane is not None:
             self._placement.decline(lane, "its worker gave it back")
 
+    def working(self, worker_id: int, ref: LaneRef) -> None:
+        """Note that a lane of which there is nothing to send yet is being worked on."""
+        if self._hear_of(worker_id, ref) is not None:
+            self._note_idle_frame(worker_id)
+
     # Who is heard.
 
     def _make_room(self, identity: str, hello: Hello) -> None:
@@ -184,7 +189,7 @@ class WorkersSide:
             self.n_dropped_frames += 1
             worker.note_idle_frame()
         else:
-            lane.is_answered = True
+            lane.heard_at = worker.heard_at
         return lane
 
     def _note_idle_frame(self, worker_id: int) -> None:

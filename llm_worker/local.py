@@ -58,6 +58,9 @@ class LocalRing:
     def release(self, ref: LaneRef) -> None:
         self._workers.release(self._worker_id, ref)
 
+    def working(self, ref: LaneRef) -> None:
+        self._workers.working(self._worker_id, ref)
+
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         self._workers.heartbeat(self._worker_id, heartbeat)
 

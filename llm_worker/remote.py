@@ -123,6 +123,9 @@ class RemoteRing:
     def release(self, ref: LaneRef) -> None:
         self._send(OfLane(ref, LaneSignal.RELEASE))
 
+    def working(self, ref: LaneRef) -> None:
+        self._send(OfLane(ref, LaneSignal.WORKING))
+
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         self._send(heartbeat)
 

@@ -149,6 +149,9 @@ class ScriptedWorker:
         self.held.pop(ref or self.last, None)
         self.gateway.workers.release(self.id, ref or self.last)
 
+    def work(self, ref: LaneRef | None = None) -> None:
+        self.gateway.workers.working(self.id, ref or self.last)
+
     def beat(self) -> None:
         heartbeat = Heartbeat(
             inflight=len(self.held),
