@@ -7,6 +7,7 @@ Run by: test_attempts.py and test_stalls.py, as `python -m tests.network.mortal_
 """
 
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -77,6 +78,7 @@ def _asks(request: GenerateRequest, question: str) -> bool:
 
 def main() -> int:
     """Return the exit status, if it lives so long."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its remains are of no interest
     with (
         patch("llm_worker.cli.Engine", MortalEngine),
         patch("llm_engine.engine.LlamaBackend", StallingBackend),

@@ -9,7 +9,7 @@ from tests.network.mortal_worker import DEADLY, DEADLY_LATER, N_TOKENS
 
 pytestmark = pytest.mark.model
 
-STORY = "Tell a story about a lighthouse."
+STORY, STORY_TOKENS = "Tell a story about a lighthouse.", 60
 N_ATTEMPTS = 2
 
 
@@ -35,15 +35,15 @@ def n_lost(workers: list[Worker]) -> int:
 async def test_a_deadly_request_is_given_up_and_the_fleet_serves_on(fleet: Fleet) -> None:
     ingress, workers = await mortal_fleet(fleet)
     async with sdk_of(ingress) as sdk:
-        undisturbed = await ask(sdk, STORY, max_tokens=100)
-        bystander = await Chat.begin(sdk, STORY, max_tokens=100)
+        undisturbed = await ask(sdk, STORY, max_tokens=STORY_TOKENS)
+        bystander = await Chat.begin(sdk, STORY, max_tokens=STORY_TOKENS)
         with pytest.raises(openai.InternalServerError) as refused:
             await ask(sdk, DEADLY)
         assert refused.value.status_code == 502
         await until(lambda: n_lost(workers) >= N_ATTEMPTS, "their ends")
         assert (await bystander.rest()).text == undisturbed.text
 
-        assert (await ask(sdk, STORY, max_tokens=100)).text == undisturbed.text
+        assert (await ask(sdk, STORY, max_tokens=STORY_TOKENS)).text == undisturbed.text
     assert n_lost(workers) == N_ATTEMPTS
     await ingress.quiet()
 
@@ -51,15 +51,15 @@ async def test_a_deadly_request_is_given_up_and_the_fleet_serves_on(fleet: Fleet
 async def test_a_request_that_is_deadly_in_mid_answer_is_given_up_where_it_came_to(fleet: Fleet) -> None:
     ingress, workers = await mortal_fleet(fleet)
     async with sdk_of(ingress) as sdk:
-        bystander = await Chat.begin(sdk, STORY, max_tokens=100)
-        chat = await Chat.begin(sdk, DEADLY_LATER, max_tokens=100)
+        bystander = await Chat.begin(sdk, STORY, max_tokens=STORY_TOKENS)
+        chat = await Chat.begin(sdk, DEADLY_LATER, max_tokens=STORY_TOKENS)
         with pytest.raises(openai.APIError):
             await chat.rest()
         await until(lambda: n_lost(workers) >= N_ATTEMPTS, "their ends")
         # Each attempt went on from where the one before had come to.
         n_pieces = sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chat.chunks)
         assert N_TOKENS < n_pieces <= N_ATTEMPTS * (N_TOKENS + 1)
-        undisturbed = await ask(sdk, STORY, max_tokens=100)
+        undisturbed = await ask(sdk, STORY, max_tokens=STORY_TOKENS)
         assert (await bystander.rest()).text == undisturbed.text
     assert n_lost(workers) == N_ATTEMPTS
     health = await ingress.quiet()

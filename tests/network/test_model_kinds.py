@@ -78,7 +78,7 @@ class Chunks:
         )
 
 
-@pytest.fixture(params=["hybrid_model", "sliding_model"])
+@pytest.fixture(params=["hybrid_model", pytest.param("sliding_model", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(request.param)
     return path

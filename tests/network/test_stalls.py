@@ -11,7 +11,7 @@ from tests.network.mortal_worker import STALLING
 
 pytestmark = pytest.mark.model
 
-N_TOKENS = 60
+N_TOKENS = 40
 CLAIM_TIMEOUT_S = 2.0
 SLACK_S = 2.0
 LONG_QUESTION = "Which of these is a colour: " + "lamp, stone, " * 250 + "blue?"  # some 1000 tokens
