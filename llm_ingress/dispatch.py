@@ -27,8 +27,7 @@ def suits(worker: WorkerView, lane: Lane) -> bool:
     An answer that has begun can only be continued where the same tokens give the same text.
     """
     return (
-        worker.is_live
-        and not worker.is_draining
+        worker.is_able
         and worker.card.name == lane.model
         and (not lane.progress or worker.card.fingerprint == lane.fingerprint)
     )
@@ -152,6 +151,6 @@ class Dispatch:
 
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the next lane for a worker; None if it has no credit or nothing it can take waits."""
-        if worker.credit == 0 or worker.is_draining or not worker.is_live:
+        if worker.credit == 0 or not worker.is_able:
             return None
         return self._queues[worker.card.name].pop_for(worker)

@@ -53,6 +53,7 @@ class WorkerView:
     identity: str | None = None  # what it proved to be; None within one process
     is_live: bool = True  # False from the lease's end to the next frame
     is_draining: bool = False
+    is_stuck: bool = False  # by its own account: its engine has not ended a step for long
     heartbeat: Heartbeat | None = None
     credit: int = 0  # lanes it would still take
     n_granted: int = 0  # on this connection
@@ -60,6 +61,11 @@ class WorkerView:
     held: dict[int, Lane] = field(default_factory=dict)
     # Given back by this worker since its last CREDIT: until the next it has no place for them.
     declined: set[int] = field(default_factory=set)
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it serves what it takes, now or as soon as it has room."""
+        return self.is_live and not self.is_draining and not self.is_stuck
 
     @property
     def card(self) -> ModelCard:

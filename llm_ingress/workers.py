@@ -24,6 +24,7 @@ class WorkersSide:
         self._placement = placement
         self._leases = placement.leases
         self._clock = placement.clock
+        self._config = placement.config
         self._bound_bytes = placement.config.response_buffer_bytes
 
     # Of a worker.
@@ -56,11 +57,20 @@ class WorkersSide:
             self._placement.serve(worker)
 
     def heartbeat(self, worker_id: int, heartbeat: Heartbeat) -> None:
-        """Renew a worker's lease and note its capacity."""
+        """Renew a worker's lease and note its capacity.
+
+        One whose engine stands still is nobody to hope for until it goes on; its last offer stands then.
+        """
         worker = self._hear(worker_id)
-        if worker is not None:
-            worker.note_idle_frame()
-            worker.heartbeat = heartbeat
+        if worker is None:
+            return
+        worker.note_idle_frame()
+        worker.heartbeat = heartbeat
+        is_stuck = heartbeat.step_age_s > self._config.claim_timeout_s
+        if is_stuck != worker.is_stuck:
+            worker.is_stuck = is_stuck
+            self._placement.watch_company(self._clock())
+            self._placement.serve(worker)
 
     def draining(self, worker_id: int) -> None:
         """Give a worker no more lanes; it finishes those it holds."""

@@ -91,6 +91,7 @@ class ScriptedWorker:
     held: dict[LaneRef, Grant] = field(default_factory=dict)
     identity: str | None = None
     closed_for: str | None = None  # why the gateway ended the connection
+    step_age_s: float = 0.0  # as it beats
     id: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +160,7 @@ class ScriptedWorker:
             max_inflight=self.hello.max_inflight,
             available_slots=self.hello.max_inflight - len(self.held),
             step_ms=1.0,
-            step_age_s=0.0,
+            step_age_s=self.step_age_s,
             kv_promised_tokens=0,
             tokens_per_second=0.0,
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from llm_ingress.errors import ProtocolFault, WorkerRefused
-from llm_ingress.gateway import GatewayConfig, LaneState
+from llm_ingress.gateway import GatewayConfig, LaneState, OutcomeReason
 from llm_ingress.leases import IDLE_FRAMES_PER_S
 from llm_ingress.wire import LaneRef, RefusedFor
 from tests.ingress.scripted_ring import ScriptedRing, ScriptedWorker
@@ -172,6 +172,37 @@ def test_the_time_for_a_word_begins_anew_with_each_claim() -> None:
     assert why_closed(other) is None
     ring.wait(0.5, other)
     assert why_closed(other) is not None
+
+
+def test_a_worker_whose_engine_stands_still_is_nobody_to_hope_for() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0, no_worker_timeout_s=10.0))
+    worker = ring.worker(2)
+    client = ring.client()
+    worker.head()
+    worker.say(b"one", b"1")
+    worker.release()
+    worker.step_age_s = 20.5
+    ring.wait(9.5, worker)
+    assert client.lane.is_open
+    ring.wait(1.0, worker)
+    outcome = client.lane.outcome
+    assert outcome is not None
+    assert (outcome.state, outcome.reason) == (LaneState.FAILED, OutcomeReason.NO_WORKERS)
+
+
+def test_a_worker_whose_engine_goes_on_gets_what_it_had_offered_to_take() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0, no_worker_timeout_s=10.0))
+    worker = ring.worker(1)
+    worker.step_age_s = 20.5
+    worker.beat()
+    client = ring.client()
+    worker.offer(1)
+    assert not worker.grants
+    ring.wait(9.0, worker)
+    worker.step_age_s = 0.0
+    worker.beat()
+    assert client.lane.state is LaneState.CLAIMED
+    assert client.lane.alone_since is None
 
 
 def test_a_starved_ingress_lets_go_of_nobody_whose_words_lie_unread() -> None:

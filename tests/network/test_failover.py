@@ -123,6 +123,21 @@ async def test_a_stream_of_a_killed_worker_reads_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
+async def test_beyond_256_cells_a_q8_0_cache_keeps_the_promise(fleet: Fleet) -> None:
+    ingress = await fleet.ingress()
+    await fleet.workers(ingress, "gpu-1", "gpu-2", flags=("--cache-type-k", "q8_0", "--cache-type-v", "q8_0"))
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=400, **SAMPLED)
+        chat = await Chat.begin(sdk, STORY, max_tokens=400, **SAMPLED)
+        await chat.read(280)
+        await fleet.holder(ingress).kill()
+        answer = await chat.rest()
+    assert (answer.text, answer.usage) == (undisturbed.text, undisturbed.usage)
+    assert answer.usage.total_tokens > 400
+    await ingress.quiet()
+
+
+@pytest.mark.slow
 async def test_a_stream_survives_as_many_deaths_as_there_are_attempts(fleet: Fleet) -> None:
     ingress = await fleet.ingress("--max-attempts", "3")
     await fleet.workers(ingress, "gpu-1", "gpu-2", "gpu-3")

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import openai
 import pytest
 
 from tests.network.chat import Chat, ask, sdk_of
@@ -20,19 +21,19 @@ LONG_QUESTION = "Which of these is a colour: " + "lamp, stone, " * 250 + "blue?"
 async def test_an_engine_that_stops_in_mid_answer_loses_it_to_another_and_gets_nothing_more(
     fleet: Fleet,
 ) -> None:
-    ingress = await fleet.ingress("--claim-timeout", f"{CLAIM_TIMEOUT_S:g}")
+    ingress = await fleet.ingress("--claim-timeout", f"{CLAIM_TIMEOUT_S:g}", "--no-worker-timeout", "1")
     stalling = fleet.new_worker("gpu-1", ingress, program="tests.network.mortal_worker")
     await stalling.start()
     await stalling.until_attached()
-    await fleet.worker("gpu-2", ingress)
+    sound = await fleet.worker("gpu-2", ingress)
     async with sdk_of(ingress) as sdk:
         chat = await Chat.begin(sdk, STALLING, max_tokens=N_TOKENS)  # the first who came is chosen
         assert ingress.holders() == [stalling.name]
         await chat.read(1)
         began_at = time.monotonic()
         await ingress.until_says("gpu-1", "has said nothing of it for 2 s")
+        assert CLAIM_TIMEOUT_S < time.monotonic() - began_at < CLAIM_TIMEOUT_S + SLACK_S
         answer = await chat.rest()
-        assert time.monotonic() - began_at > CLAIM_TIMEOUT_S
 
         # It is back, says why it takes nothing, and whoever asks is answered by the other.
         await stalling.until_says("the engine stands still")
@@ -40,6 +41,14 @@ async def test_an_engine_that_stops_in_mid_answer_loses_it_to_another_and_gets_n
         await ingress.until(lambda health: all(_takes_nothing(one) for one in health["workers"][1:]))
         answers = await asyncio.gather(*(ask(sdk, STALLING, max_tokens=N_TOKENS) for _ in range(3)))
         assert {one.text for one in answers} == {answer.text}
+
+        # With no other it is as if there were none.
+        await sound.kill()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await ask(sdk, STALLING, max_tokens=N_TOKENS)
+        assert refused.value.status_code == 503
+        assert isinstance(refused.value.body, dict)
+        assert refused.value.body["reason"] == "no_workers"
     assert len(ingress.lines("has said nothing of it")) == 1
     assert len(stalling.lines("the engine stands still")) == 1
 

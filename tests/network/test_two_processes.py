@@ -50,6 +50,25 @@ async def test_a_worker_that_was_there_first_finds_its_ingress_and_says_once_tha
     await ingress.quiet()
 
 
+@pytest.mark.slow
+async def test_workers_of_different_models_serve_each_its_own(fleet: Fleet, hybrid_model: Path) -> None:
+    ingress = await fleet.ingress("--no-worker-timeout", "1")
+    await fleet.worker("gpu-1", ingress, flags=("--alias", "real"))
+    noise = fleet.new_worker("gpu-2", ingress, flags=("--model", str(hybrid_model), "--alias", "noise"))
+    await noise.start()
+    await noise.until_attached()
+    async with sdk_of(ingress) as sdk:
+        assert {"real", "noise"} <= {model.id async for model in sdk.models.list()}
+        answers = [await ask(sdk, "Say hi.", max_tokens=20, model=name) for name in ("real", "noise")]
+        assert answers[0].text != answers[1].text
+        await noise.kill()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await ask(sdk, "Say hi.", max_tokens=20, model="noise")
+        assert refused.value.status_code == 503
+        assert (await ask(sdk, "Say hi.", max_tokens=20, model="real")).text == answers[0].text
+    await ingress.quiet()
+
+
 async def test_a_worker_told_to_end_finishes_its_stream_claims_nothing_more_and_exits_with_0(
     pair: Standing,
 ) -> None:
