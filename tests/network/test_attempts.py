@@ -7,7 +7,7 @@ from tests.network.chat import Chat, ask, sdk_of
 from tests.network.fleet import Fleet, Ingress, Worker, until
 from tests.network.mortal_worker import DEADLY, DEADLY_LATER, N_TOKENS
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 STORY, STORY_TOKENS = "Tell a story about a lighthouse.", 60
 N_ATTEMPTS = 2
@@ -31,7 +31,6 @@ def n_lost(workers: list[Worker]) -> int:
     return [worker.is_running for worker in workers].count(False)
 
 
-@pytest.mark.slow
 async def test_a_deadly_request_is_given_up_and_the_fleet_serves_on(fleet: Fleet) -> None:
     ingress, workers = await mortal_fleet(fleet)
     async with sdk_of(ingress) as sdk:

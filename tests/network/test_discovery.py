@@ -50,11 +50,11 @@ async def test_what_the_name_server_names_is_served_and_what_it_names_no_more_is
 
         # One goes: an answer that runs is finished, and nothing more is taken.
         async with sdk_of(a) as sdk:
-            chat = await Chat.begin(sdk, "Tell a story.", max_tokens=100)
+            chat = await Chat.begin(sdk, "Tell a story.", max_tokens=40)
             await chat.read(3)
             del records[f"{NAME}.", "SRV"][0]
             await a.until(lambda health: health["workers"][0]["is_draining"])
-            assert (await chat.rest()).usage.completion_tokens == 100
+            assert (await chat.rest()).usage.completion_tokens == 40
         await a.until_says("gpu-1", "it has left")
         assert a.health()["workers"] == []
 

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.model
 STORY = "Tell a story about a lighthouse."
 OTHER_STORY = "Tell a story about a mountain."
 LONG_QUESTION = "Which of these is a colour: " + "lamp, stone, " * 45 + "blue?"  # some 190 tokens
-N_TOKENS = 80
+N_TOKENS = 64
+N_BESIDE = 24  # of an answer that only runs beside another
 SAMPLED = {"temperature": 1, "seed": 7}
 PENALISED = {**SAMPLED, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 STARVED_S = 2.0
@@ -189,13 +190,13 @@ async def test_a_restarted_worker_takes_up_what_was_lost_a_stop_string_half_held
         await pair.workers[0].start()
         answers = await asyncio.gather(chat.rest(), other.rest())
     assert_same(answers[0], undisturbed)
-    assert_same(answers[1], await pair.undisturbed(OTHER_STORY, max_tokens=N_TOKENS))
+    assert_same(answers[1], await pair.undisturbed(OTHER_STORY, max_tokens=N_BESIDE))
     await pair.ingress.quiet()
 
 
 async def let_tokens_come(sdk: openai.AsyncOpenAI) -> Chat:
     """Let some tokens pass: those of another answer, which the other worker gives at the same pace."""
-    other = await Chat.begin(sdk, OTHER_STORY, max_tokens=N_TOKENS)
+    other = await Chat.begin(sdk, OTHER_STORY, max_tokens=N_BESIDE)
     await other.read(8)
     return other
 

@@ -73,14 +73,14 @@ async def test_renewed_certificates_are_used_by_both_ends_and_cut_no_stream(
 ) -> None:
     ingress, (worker,) = lone.ingress, lone.workers
     async with sdk_of(ingress) as sdk:
-        chat = await Chat.begin(sdk, "Tell a story.", max_tokens=150)
+        chat = await Chat.begin(sdk, "Tell a story.", max_tokens=80)
         await chat.read(5)
         certs("init", pki, "--renew")
         certs("worker", pki, worker.name, "--renew", "--out", lone.fleet.certificate(worker.name))
         for process in (ingress, worker):
             process.signal(signal.SIGHUP)
             await process.until_says("cert.pem is used for new connections")
-        assert (await chat.rest()).usage.completion_tokens == 150
+        assert (await chat.rest()).usage.completion_tokens == 80
     assert not worker.lines("is attached to")
     # Both ends prove who they are anew.
     await ingress.kill()

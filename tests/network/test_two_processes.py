@@ -19,7 +19,7 @@ from tests.network.standing import Standing
 pytestmark = pytest.mark.model
 
 STORY = "Tell a story about a lighthouse."
-N_TOKENS = 80  # the prompt is 40 more: within the cells for which the same text is promised
+N_TOKENS = 64  # the prompt is 40 more: within the cells for which the same text is promised
 SLACK_S = 2.0  # beyond the timeouts that were asked for
 
 
