@@ -125,13 +125,13 @@ class FakeWorker:
     """Takes every lane, and writes one event to each at every step."""
 
     def __init__(self, gateway: CountingGateway, load: Load) -> None:
-        self._gateway = gateway
+        self._workers = gateway.workers
         self._load = load
         self._refs: list[LaneRef] = []
         self.all_granted = asyncio.Event()
         hello = Hello(worker="fake", instance_id="i", model=CARD, max_inflight=load.n_streams)
-        self._id = gateway.attach(hello, self)
-        gateway.credit(self._id, load.n_streams, 0)
+        self._id = gateway.workers.attach(hello, self)
+        self._workers.credit(self._id, load.n_streams, 0)
 
     def grant(self, grant: Grant) -> None:
         self._refs.append(grant.ref)
@@ -155,15 +155,15 @@ class FakeWorker:
 
     def begin(self) -> None:
         for ref in self._refs:
-            self._gateway.head(self._id, ref, HEAD)
+            self._workers.head(self._id, ref, HEAD)
 
     def step(self, event: bytes) -> None:
         for ref in self._refs:
-            self._gateway.body(self._id, ref, event, b"")
+            self._workers.body(self._id, ref, event, b"")
 
     def end(self) -> None:
         for ref in self._refs:
-            self._gateway.end(self._id, ref, End(finish_reason=FinishReason.STOP))
+            self._workers.end(self._id, ref, End(finish_reason=FinishReason.STOP))
 
 
 def _server(parent: Connection, load: Load) -> None:

@@ -8,7 +8,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from llm_engine.backend import Backend
@@ -56,7 +56,7 @@ class StepStats:
     n_admissible: int  # sequences that may be in the engine before more would slow the step too far
     kv_promised_tokens: int = 0
     step_ms: float = 0.0  # smoothed
-    ended_at: float | None = None  # monotonic; None while idle
+    ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
     tokens_per_second: float = 0.0  # smoothed
 
 
@@ -90,7 +90,10 @@ class Loop:
                 self._deliver(events)
             if not computed and not self._closing:
                 self._set_stats(self._idle_stats())
-                self._deliver(self._apply(self.commands.get()))
+                command = self.commands.get()
+                # A first step that never ends is told by its age, as any other.
+                self.stats = replace(self.stats, ended_at=self._clock())
+                self._deliver(self._apply(command))
 
     def end(self) -> None:
         """Answer everyone who still waits, in the queue of commands too, and free the context."""

@@ -1,8 +1,8 @@
 """A lane: one admitted public request, its state, its two bounded buffers, and the pool it takes a place in.
 
 Owns: what clients have not read yet, what another worker would need to continue, and every place of the ring.
-Touched by: `gateway.py` only, on the event loop. The HTTP surface reads a lane's `state`, `head`, `unread`
-and `outcome`, and changes nothing.
+Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. The HTTP surface reads a lane's
+`state`, `head`, `unread` and `outcome`, and changes nothing.
 """
 
 from collections import Counter
@@ -103,8 +103,7 @@ class Lane:
     fingerprint: str | None = None  # of the worker that last held it
     progress: bytearray = field(default_factory=bytearray)
     alone_since: float | None = None  # waiting, and no worker there is could take it
-    claimed_at: float = 0.0  # when the newest claim began
-    is_answered: bool = False  # its holder has said something about it
+    heard_at: float = 0.0  # when its holder last said something of it, or was given it, or let go on with it
     _chunks: list[bytes] = field(init=False, default_factory=list)
     _is_begun: bool = field(
         init=False, default=False
@@ -157,8 +156,7 @@ class Lane:
         self.move(LaneState.CLAIMED)
         self._waited_s += now - self._waiting_since
         self.claim += 1
-        self.claimed_at = now
-        self.is_answered = False
+        self.heard_at = now
         self.fingerprint = fingerprint
         return self.ref
 
@@ -204,6 +202,7 @@ class Lane:
         """Stop the stall clock; it goes on from there at the next pause."""
         self._paused_s = self.paused_s(now)
         self._paused_since = None
+        self.heard_at = now
 
     def paused_s(self, now: float) -> float:
         """Return the stall clock: all the time the lane was ever paused."""

@@ -32,6 +32,9 @@ from llm_worker.snapshot import RingFacts, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
+# An engine whose step takes longer is taken to stand still: it gets nothing more, and no lane in it moves.
+STANDSTILL_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
@@ -87,6 +90,7 @@ class Worker:
         )
         self._is_draining = False
         self._engine_refused = False
+        self._engine_stands = False
         self._heartbeat_is_due = False
 
     # -- its life --
@@ -252,7 +256,7 @@ class Worker:
         A cancelled generation leaves the engine within a step; its place is free at once all the same, since
         whoever gets it needs longer than that to be prepared.
         """
-        if self._is_draining or self._engine_refused:
+        if self._is_draining or self._engine_refused or self._engine_stands:
             return 0
         capacity = self._engine.capacity()
         n_leaving = max(0, capacity.inflight - (len(self._jobs) - len(self._preparing)))
@@ -277,11 +281,29 @@ class Worker:
             self._loop.call_soon(self._send_heartbeat)
 
     def _beat(self) -> None:
-        """What happens every interval: the offer, the heartbeat, and an end to what is stuck."""
+        """What happens every interval: the offer, the signs of life, and an end to what is stuck."""
         self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
         self._engine_refused = False
         self._fail_what_is_stuck()
+        self._look_at_engine()
         self._offer()
+        self._tell_what_moves()
+
+    def _look_at_engine(self) -> None:
+        """Note, and log once, whether it goes on. A cancel does not free a place in one that stands still."""
+        stands = self._engine.capacity().step_age_s > STANDSTILL_S
+        if stands != self._engine_stands:
+            self._engine_stands = stands
+            if stands:
+                logger.warning("the engine stands still: no step has ended for %g s", STANDSTILL_S)
+            else:
+                logger.info("the engine goes on")
+
+    def _tell_what_moves(self) -> None:
+        """Say of each lane without an answer yet that it is being worked on, unless it is not."""
+        for job in self._jobs.values():
+            if job in self._preparing or (job.is_quiet and not self._engine_stands):
+                job.ring.working(job.ref)
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_is_due = False

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from llm_engine.errors import (
 from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
 from llm_engine.info import EngineInfo
 from llm_engine.sampling import SamplingParams
-from tests.engine.fake_backend import ByteVocabulary, FakeBackend, Reply, echo, forever
+from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend, Reply, echo, forever
 
 
 class PlainTemplate:
@@ -266,6 +266,26 @@ def test_a_continuation_delivers_only_what_follows() -> None:
         assert text_of(events) == "llo"
         assert isinstance(events[-1], Finished)
         assert events[-1].n_completion == 6
+
+
+def test_a_step_that_does_not_end_grows_old_the_first_one_too() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def stuck(_tokens: Sequence[int]) -> int:
+        begun.set()
+        assert end.wait(10)
+        return END
+
+    with running(stuck) as (engine, _):
+        assert engine.capacity().step_age_s == 0
+        generation = engine.submit(ask("go"))
+        assert begun.wait(10)
+        first = engine.capacity().step_age_s
+        assert engine.capacity().step_age_s > first > 0
+        end.set()
+        list(generation)
+        while engine.capacity().step_age_s:
+            threading.Event().wait(0.001)
 
 
 def test_drain_takes_nothing_new_and_waits_for_what_runs() -> None:

@@ -381,7 +381,7 @@ async def test_a_request_nobody_takes_in_time_is_a_503() -> None:
 
 async def test_a_request_whose_workers_are_all_gone_is_a_503() -> None:
     async with ring(no_worker_timeout_s=0.05) as (server, worker, client):
-        server.gateway.detach(worker.id, "test")
+        server.gateway.workers.detach(worker.id, "test")
         response = await post(client)
         assert response.status_code == 503
         assert error_of(response)["reason"] == "no_workers"
@@ -779,7 +779,7 @@ async def test_health_is_200_without_a_worker_and_ready_is_not(
     assert (ready.status_code, error_of(ready)["reason"]) == (503, "no_workers")
     worker = ScriptedWorker(server.gateway, n_places=0)
     assert (await client.get("/ready")).status_code == 200  # busy is ready
-    server.gateway.draining(worker.id)
+    server.gateway.workers.draining(worker.id)
     assert (await client.get("/ready")).status_code == 503
 
 

@@ -15,7 +15,7 @@ from llm_ingress.wire import Fail, FinishReason, LaneRef, ModelCard
 from llm_worker.errors import WorkerConfigError
 from llm_worker.local import LocalRing
 from llm_worker.preparation import prepare
-from llm_worker.worker import Worker, WorkerConfig
+from llm_worker.worker import STANDSTILL_S, Worker, WorkerConfig
 from tests.fakes import FakeEngine, Released, ScriptedLane, ScriptedRing, chat_grant
 from tests.worker.ring_contract import until
 
@@ -284,6 +284,47 @@ async def test_a_preparation_that_takes_too_long_fails_alone_and_holds_nobody_up
         await ring.until(lambda: worker.n_free == 1 and ring.credits[-1] == 1)
         engine.finish()
         await ring.until(lambda: ring.credits[-1] == 2)
+
+
+# -- lanes of which there is nothing to send yet --
+
+
+async def test_a_lane_is_said_to_be_worked_on_until_its_first_token() -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.01)):
+        with held_preparation(engine) as gate:
+            ring.grant(chat_grant("abcdef"))
+            gate.await_arrival()
+            await ring.until(lambda: len(ring.worked_on) >= 2)
+        await running(ring, engine, 1)
+        n_said = len(ring.worked_on)
+        await ring.until(lambda: len(ring.worked_on) >= n_said + 2)
+        engine.step()
+        n_said, n_beats = len(ring.worked_on), len(ring.heartbeats)
+        await ring.until(lambda: len(ring.heartbeats) >= n_beats + 3)
+        assert len(ring.worked_on) == n_said
+        assert set(ring.worked_on) == {LaneRef(1, 1)}
+
+
+async def test_an_engine_that_stands_still_gets_nothing_and_its_lanes_are_not_said_to_move(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.01)) as worker:
+        ring.grant(chat_grant("abc"))
+        await running(ring, engine, 1)
+        engine.step_age_s = STANDSTILL_S + 0.1
+        await ring.until(lambda: ring.credits[-1] == 0)
+        n_said, n_beats = len(ring.worked_on), len(ring.heartbeats)
+        await ring.until(lambda: len(ring.heartbeats) >= n_beats + 3)
+        assert len(ring.worked_on) == n_said
+        ring.worker.on_cancel(ring, LaneRef(1, 1))
+        assert worker.n_free == 0, "what is cancelled does not leave it"
+        engine.step_age_s = 0.0
+        await ring.until(lambda: ring.credits[-1] == engine.info.max_inflight)
+    assert [record.message for record in caplog.records if "engine" in record.message] == [
+        f"the engine stands still: no step has ended for {STANDSTILL_S:g} s"
+    ]
 
 
 # -- cancel --
