@@ -147,6 +147,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _WHERE = re.compile(r"(?s)(?P<reason>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?\Z")
 _MISSING = re.compile(r"Object missing required field `(\w+)`\Z")
+_TYPES = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
+_JSON_TYPES: Final = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -180,9 +182,18 @@ def _explain(text: str) -> ApiError:
         return invalid_type(None, "the body must be a JSON object")
     if ", got `null`" in reason and not path.endswith("]"):
         return missing_parameter(path)
-    if ", got `" in reason:
-        return invalid_type(path, quoted(reason[:1].lower() + reason[1:]))
-    return invalid_value(path, quoted(reason[:1].lower() + reason[1:]))
+    fault = invalid_type if ", got `" in reason else invalid_value
+    return fault(path, quoted(_in_json_words(reason[:1].lower() + reason[1:])))
+
+
+def _in_json_words(reason: str) -> str:
+    """Name types as JSON does: "`int | float | null`" is an "integer, number or null"."""
+    return _TYPES.sub(lambda types: _listed(types[1].split(" | ")), reason)
+
+
+def _listed(types: list[str]) -> str:
+    *others, last = (_JSON_TYPES.get(name, name) for name in types)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _check_token_limits(request: ChatRequest) -> None:

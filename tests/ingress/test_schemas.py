@@ -1,6 +1,7 @@
 """The chat request's parse: what is malformed is a 400 that names the field, what is well formed passes."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -96,6 +97,27 @@ def test_unknown_fields_are_ignored() -> None:
 )
 def test_a_wrong_value_is_named(field: str, value: Any, code: str) -> None:
     assert refusal_of(**{field: value}) == (field, code)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("max_tokens", "10", "expected integer, number or null, got string"),
+        ("stream", 1, "expected boolean or null, got integer"),
+        ("temperature", True, "expected number or null, got boolean"),
+        ("temperature", 3, "expected number <= 2.0"),
+        ("top_k", 1.5, "expected integer or null, got number"),
+        ("top_k", -1, "expected integer >= 0"),
+        ("stop", 5, "expected string, array or null, got integer"),
+        ("stop", "", "expected string of length >= 1"),
+        ("messages", {}, "expected array, got object"),
+        ("messages", [], "expected array of length >= 1"),
+        ("stream_options", [], "expected object or null, got array"),
+    ],
+)
+def test_what_was_expected_is_said_in_the_words_of_json(field: str, value: Any, reason: str) -> None:
+    error = refusal(json.dumps({"model": "m", "messages": [USER], field: value}).encode())
+    assert error.message == f"Invalid '{field}': {reason}."
 
 
 @pytest.mark.parametrize("field", ["model", "messages"])
@@ -368,6 +390,9 @@ def test_an_error_does_not_repeat_a_long_value() -> None:
     assert len(error.body()) < 600
 
 
+PYTHON_TYPES = re.compile(r"\b(int|float|str|bool|bytes|list|dict|None)\b")
+
+
 def refusal_if_any(body: bytes) -> ApiError | None:
     try:
         parse_chat(body)
@@ -393,3 +418,10 @@ JSON_VALUES = st.recursive(
 def test_no_value_of_any_field_does_anything_but_parse_or_a_400_that_names_it(field: str, value: Any) -> None:
     error = refusal_if_any(json.dumps({"model": "m", "messages": [USER], field: value}).encode())
     assert error is None or (error.status == 400 and (error.param or "").startswith(field))
+
+
+@given(st.sampled_from(ChatRequest.__struct_fields__), JSON_VALUES)
+def test_no_value_of_the_wrong_type_is_told_of_in_the_words_of_python(field: str, value: Any) -> None:
+    error = refusal_if_any(json.dumps({"model": "m", "messages": [USER], field: value}).encode())
+    if error is not None and error.code == "invalid_type":
+        assert not PYTHON_TYPES.search(error.message.removeprefix(f"Invalid '{error.param}'"))
