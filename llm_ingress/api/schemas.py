@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from llm_ingress.api.errors import ApiError, bad_json, invalid_type, invalid_value, missing_parameter, quoted
+from llm_ingress.api.surrogates import find_half_pair
 
 STOPS_MAX = 16
 STOP_MAX_CHARS = 1024
@@ -161,13 +162,39 @@ def parse_chat(body: bytes) -> ChatRequest:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_json(str(error)) from error
+        raise _explain_unreadable(body, str(error)) from error
     except RecursionError as error:
         raise bad_json("it is nested too deeply") from error
     _check_token_limits(request)
     _check_messages(request.messages)
     _check_options(request)
     return request
+
+
+def _explain_unreadable(body: bytes, text: str) -> ApiError:
+    """Say of a body that no parser reads what is wrong, and where if that is known."""
+    half = find_half_pair(body)
+    if half is None:
+        return bad_json(text)
+    reason = f"{half.escape} is half of a surrogate pair, which is no text"
+    path = _path_of_value(body, half.string_at)
+    if path is None:
+        return bad_json(f"{reason} (in the string at byte {half.string_at})")
+    return invalid_value(path, reason)
+
+
+def _path_of_value(body: bytes, at: int) -> str | None:
+    """Return the field whose value begins there; None for one that is not of the schema.
+
+    The parser itself tells: with a number in the value's place it stops there.
+    """
+    try:
+        _DECODER.decode(body[:at] + b"0,")
+    except msgspec.ValidationError as error:
+        return _explain(str(error)).param
+    except msgspec.DecodeError:
+        pass
+    return None
 
 
 def _explain(text: str) -> ApiError:
