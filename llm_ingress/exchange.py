@@ -17,6 +17,7 @@ from llm_ingress.bodies import Bodies
 from llm_ingress.dialects import Dialect
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
+from llm_ingress.media import check_media
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Head
 
@@ -54,7 +55,7 @@ class Exchange:
     async def run(self, bodies: Bodies) -> None:
         """Read, admit, answer."""
         try:
-            self._check_content_type()
+            check_media(self._call.header(b"content-type"), self._call.headers(b"content-encoding"))
             body = await bodies.read(self._call)
         except ClientLeft:
             return
@@ -70,13 +71,6 @@ class Exchange:
             return
         del body  # the lane keeps it
         await self._serve(lane)
-
-    def _check_content_type(self) -> None:
-        content_type = self._call.header(b"content-type")
-        if content_type is not None:
-            media_type = content_type.partition(";")[0].strip().lower()
-            if media_type != "application/json" and not media_type.endswith("+json"):
-                raise api.wrong_content_type(content_type)
 
     def _open_lane(self, body: bytes) -> Lane:
         """Take a place in the ring. Raises: ApiError."""

@@ -85,6 +85,21 @@ def wrong_content_type(content_type: str) -> ApiError:
     )
 
 
+def unsupported_charset(charset: str) -> ApiError:
+    """The body says its text is in an encoding other than UTF-8."""
+    return _unsupported(f"The request body must be UTF-8; its charset is '{quoted(charset)}'.")
+
+
+def unsupported_coding(coding: str) -> ApiError:
+    """The body says it is compressed. Source: RFC 9110, section 15.5.16, for the header."""
+    message = f"The request body must not be compressed; its Content-Encoding is '{quoted(coding)}'."
+    return _unsupported(message, (("accept-encoding", "identity"),))
+
+
+def _unsupported(message: str, headers: tuple[tuple[str, str], ...] = ()) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type", headers=headers)
+
+
 def missing_parameter(param: str) -> ApiError:
     """A required field is absent."""
     return ApiError(

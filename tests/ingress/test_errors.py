@@ -10,6 +10,8 @@ from llm_ingress.api.errors import ApiError, ErrorType, error_body
 EVERY_ERROR = [
     errors.bad_json("no"),
     errors.wrong_content_type("text/html"),
+    errors.unsupported_charset("utf-16"),
+    errors.unsupported_coding("gzip"),
     errors.missing_parameter("messages"),
     errors.invalid_type("stream", "expected a boolean"),
     errors.invalid_value(None, "no"),

@@ -239,16 +239,52 @@ async def test_what_is_not_json_is_a_400(
         ("application/x-www-form-urlencoded", 400),
         ("multipart/form-data; boundary=x", 400),
         ("application/json; charset=utf-8", 404),
+        ('application/json;Charset="UTF-8"', 404),
+        ("application/json; version=1; charset=us-ascii", 404),
         ("APPLICATION/JSON", 404),
         ("application/vnd.api+json", 404),
+        ("application/json; charset=utf-16", 415),
+        ('application/json; a=b;CHARSET = "latin-1"', 415),
     ],
 )
-async def test_a_body_must_say_it_is_json(
+async def test_a_body_must_say_it_is_json_in_utf_8(
     worker: ScriptedWorker, client: httpx.AsyncClient, content_type: str, status: int
 ) -> None:
     body = json.dumps({**chat(), "model": "nope"}).encode()
     response = await client.post(CHAT, content=body, headers={"content-type": content_type})
     assert response.status_code == status
+
+
+async def test_a_charset_that_is_not_read_is_named(client: httpx.AsyncClient) -> None:
+    headers = {"content-type": "application/json; charset=utf-16"}
+    response = await client.post(CHAT, content=json.dumps(chat()).encode("utf-16"), headers=headers)
+    assert response.status_code == 415
+    assert error_of(response)["type"] == "invalid_request_error"
+    assert error_of(response)["code"] == "unsupported_media_type"
+    assert "'utf-16'" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("codings", "status"),
+    [
+        (["identity"], 404),
+        (["IDENTITY"], 404),
+        ([""], 404),
+        (["gzip"], 415),
+        (["identity, br"], 415),
+        (["identity", "zstd"], 415),
+    ],
+)
+async def test_a_compressed_body_is_a_415(
+    worker: ScriptedWorker, client: httpx.AsyncClient, codings: list[str], status: int
+) -> None:
+    headers = [("content-type", "application/json"), *(("content-encoding", coding) for coding in codings)]
+    body = json.dumps({**chat(), "model": "nope"}).encode()
+    response = await client.post(CHAT, content=body, headers=headers)
+    assert response.status_code == status
+    if status == 415:
+        assert error_of(response)["code"] == "unsupported_media_type"
+        assert response.headers["accept-encoding"] == "identity"
 
 
 async def test_a_model_nobody_serves_is_a_404(worker: ScriptedWorker, client: httpx.AsyncClient) -> None:
