@@ -304,7 +304,7 @@ def reload_on_hangup(contexts: Iterable[LiveContext]) -> None:
 
 
 def drain_on_signals(drain: Drain) -> None:
-    """SIGTERM and Ctrl-C ask for the drain; asked twice, it ends at once. Call on the event loop."""
+    """SIGTERM and Ctrl-C ask for the drain, and again for its end. Call on the event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.ask)

@@ -254,7 +254,7 @@ async def _run(options: Options, engine: Engine, listener: socket | None) -> int
 
 
 def _obey_signals(drain: Drain, tls: LiveContext) -> None:
-    """SIGTERM and Ctrl-C ask for the drain, twice for its end; SIGHUP loads the certificate again."""
+    """SIGTERM and Ctrl-C ask for the drain, and again for its end; SIGHUP loads the certificate again."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.ask)

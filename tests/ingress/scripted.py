@@ -208,7 +208,7 @@ async def serving(
     finally:
         drain.ask()
         if not app.is_idle:
-            drain.ask()
+            drain.is_urgent.set()
         await task
 
 

@@ -98,11 +98,11 @@ async def test_past_the_limit_an_open_stream_ends_with_an_error_event() -> None:
         assert await server.counts() == (2, 0, 0, 2)
 
 
-async def test_asked_a_second_time_it_ends_at_once() -> None:
+async def test_when_it_is_urgent_it_ends_at_once() -> None:
     async with draining(drain_timeout_s=600) as (server, worker, _):
         _, writer, _ = await begin(server, worker)
         server.drain.ask()
-        server.drain.ask()
+        server.drain.is_urgent.set()
         async with asyncio.timeout(2):
             await server.task
         writer.close()

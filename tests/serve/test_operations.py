@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from llm_ingress.draining import SECOND_THOUGHT_S
 from tests.ingress.test_serving import certificate
 from tests.serve.client import CHAT, DONE, STORY, Client, Connection, asking, chat, client_of, deltas, events
 from tests.serve.process import COMMAND, PATIENCE_S, POLL_S, LlmServe, running
@@ -97,9 +98,23 @@ async def test_a_second_signal_ends_it_at_once(log: Path, number: int) -> None:
         async with busy(server, 3, max_tokens=4000):
             server.signal(number)
             await server.until(lambda health: health["draining"])
+            await asyncio.sleep(2 * SECOND_THOUGHT_S)
             server.signal(number)
             async with asyncio.timeout(AT_ONCE_S):
                 assert await server.exit_status() == 130
+    assert server.lines(" ERROR ", "Traceback") == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_that_arrives_twice_in_a_moment_is_one(log: Path, second: int) -> None:
+    with running("--max-inflight", "1", "--drain-timeout", "60", log=log) as server:
+        async with busy(server, 2, max_tokens=24) as streams:
+            server.signal(signal.SIGTERM)
+            await server.until(lambda health: health["draining"])
+            server.signal(second)
+            for stream in streams:
+                assert (await stream.rest()).endswith(f"{DONE}\r\n0\r\n\r\n".encode())
+        assert await server.exit_status() == 0
     assert server.lines(" ERROR ", "Traceback") == []
 
 
