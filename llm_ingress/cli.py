@@ -209,7 +209,9 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="largest request body, beyond it 413 (default: 16 MiB)",
     )
-    _add_seconds(limits, "--body-timeout", 30, "a request's body may take this long, then 408")
+    _add_seconds(
+        limits, "--body-timeout", 30, "a request's headers may take this long, and then its body, else 408"
+    )
     limits.add_argument(
         "--response-buffer",
         type=int,
@@ -251,6 +253,7 @@ def serving_config(args: argparse.Namespace) -> ServingConfig:
         port=default_port if args.port is None else args.port,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
+        head_timeout_s=args.body_timeout,
         drain_timeout_s=args.drain_timeout,
     )
 

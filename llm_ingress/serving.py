@@ -16,7 +16,7 @@ from pathlib import Path
 import hypercorn.asyncio
 from hypercorn.config import Config as HypercornConfig
 
-from llm_ingress import h2_flow
+from llm_ingress import h1_head, h2_flow
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
@@ -40,17 +40,20 @@ SHUTDOWN_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Where to listen, and how long a drain may take. Port 0 is any free port."""
+    """Where to listen, how long a request's headers may take, and a drain. Port 0 is any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8080
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    head_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, must be 0 to 65535")
+        if not self.head_timeout_s > 0:
+            raise ConfigError(f"head_timeout_s is {self.head_timeout_s}, must be more than 0")
         if not self.drain_timeout_s >= 0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}, must not be negative")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -109,10 +112,11 @@ async def serve(
     app: Public, gateway: Gateway, listener: Listener, config: ServingConfig, drain: Drain
 ) -> None:
     """Serve on an open socket until the drain is over. Takes the socket over, and follows its certificate."""
+    h1_head.install()
     h2_flow.install()
     print(f"Serving on {listener.url}", flush=True)
     stop = asyncio.Event()
-    settings = _hypercorn_settings(listener)
+    settings = _hypercorn_settings(listener, config.head_timeout_s)
     server = asyncio.create_task(hypercorn.asyncio.serve(app, settings, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
     ticker = asyncio.create_task(_tick(gateway))
     follower = asyncio.create_task(follow([] if listener.tls is None else [listener.tls]))
@@ -181,7 +185,7 @@ async def _tick(gateway: Gateway) -> None:
             logger.exception("a tick of the gateway failed")
 
 
-class _Settings(HypercornConfig):
+class _Settings(h1_head.HeadSettings):
     """Hypercorn's configuration with our TLS context; its own would keep the first certificate."""
 
     tls: LiveContext | None = None
@@ -194,7 +198,7 @@ class _Settings(HypercornConfig):
         return None if self.tls is None else self.tls.for_listener()
 
 
-def _hypercorn_settings(listener: Listener) -> HypercornConfig:
+def _hypercorn_settings(listener: Listener, head_timeout_s: float) -> HypercornConfig:
     settings = _Settings()
     settings.tls = listener.tls
     settings.bind = [f"fd://{listener.socket.detach()}"]
@@ -202,6 +206,7 @@ def _hypercorn_settings(listener: Listener) -> HypercornConfig:
     settings.errorlog = None  # the application logs its own faults
     settings.include_server_header = False
     settings.keep_alive_timeout = KEEP_ALIVE_S
+    settings.head_timeout_s = head_timeout_s
     # Reached on HTTP/2, it would cut the streams in flight.
     settings.keep_alive_max_requests = UNLIMITED
     settings.h2_max_concurrent_streams = H2_STREAMS_PER_CONNECTION

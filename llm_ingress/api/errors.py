@@ -17,6 +17,10 @@ RETRY_AFTER_MAX_S = 30  # SDKs give up retrying beyond two minutes, older ones b
 QUOTED_MAX_CHARS = 200
 
 _NO_RETRY = ("x-should-retry", "false")
+_UNREADABLE = {
+    431: "The request's headers are larger than this server reads.",
+    501: "The request has a Transfer-Encoding other than chunked.",
+}
 
 
 class ErrorType(StrEnum):
@@ -165,6 +169,19 @@ def body_timeout(timeout_s: float) -> ApiError:
     return ApiError(
         408, f"The request body did not arrive within {timeout_s:g} seconds.", code="request_timeout"
     )
+
+
+def head_timeout(timeout_s: float) -> ApiError:
+    """The headers came too slowly."""
+    return ApiError(
+        408, f"The request's headers did not arrive within {timeout_s:g} seconds.", code="request_timeout"
+    )
+
+
+def unreadable_head(status: int) -> ApiError:
+    """What came is not HTTP, or more of it than is read; the HTTP library chose the status."""
+    message = _UNREADABLE.get(status, "The request could not be read as HTTP/1.1.")
+    return ApiError(status, message, headers=(_NO_RETRY,) if status >= 500 else ())
 
 
 # --- nobody's fault, or ours ----------------------------------------------------------------------------

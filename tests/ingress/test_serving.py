@@ -182,7 +182,14 @@ def test_the_kernel_takes_little_for_a_client_that_does_not_read() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1}, {"tls_cert": Path("x")}, {"tls_key": Path("x")}],
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"drain_timeout_s": -1},
+        {"head_timeout_s": 0},
+        {"tls_cert": Path("x")},
+        {"tls_key": Path("x")},
+    ],
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
