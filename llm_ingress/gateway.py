@@ -157,7 +157,7 @@ class Gateway:
             return
         if data and lane.state is not LaneState.STREAMING:
             raise ProtocolFault(f"answer bytes before the head of lane {lane.id}")
-        lane.append(data, progress)
+        lane.append(data, progress, self._clock())
         if lane.unread + len(lane.progress) > self.config.response_buffer_bytes:
             self._relieve(lane)
         if data:

@@ -126,8 +126,8 @@ class ScriptedWorker:
     def begin(self, grant: Grant, head: Head = STREAM_HEAD) -> None:
         self._gateway.head(self.id, grant.ref, head)
 
-    def say(self, grant: Grant, data: bytes) -> None:
-        self._gateway.body(self.id, grant.ref, data, b"")
+    def say(self, grant: Grant, data: bytes, progress: bytes = b"") -> None:
+        self._gateway.body(self.id, grant.ref, data, progress)
 
     def end(self, grant: Grant, reason: FinishReason = FinishReason.STOP) -> None:
         self._gateway.end(
