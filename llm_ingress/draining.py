@@ -1,4 +1,4 @@
-"""What was asked of a process that should end.
+"""Why a process should end, and how soon.
 
 No sockets, no signals: the command lines own those and tell `Drain`. Shared with the worker.
 """
@@ -13,11 +13,12 @@ SECOND_THOUGHT_S = 0.3
 
 
 class Drain:
-    """Finish what runs, or end at once. Thread: event loop."""
+    """Finish what runs; end at once; or end because nothing can finish. Thread: event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.begun = asyncio.Event()
         self.is_urgent = asyncio.Event()
+        self.has_failed = asyncio.Event()
         self._clock = clock
         self._asked_at = 0.0
 
@@ -28,3 +29,8 @@ class Drain:
             self.begun.set()
         elif self._clock() - self._asked_at >= SECOND_THOUGHT_S:
             self.is_urgent.set()
+
+    def fail(self) -> None:
+        """Begin to drain, or go on with it, without waiting for what runs: it can no longer finish."""
+        self.has_failed.set()
+        self.begun.set()

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import socket
 import ssl
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -137,18 +136,25 @@ async def _drain(app: Public, gateway: Gateway, timeout_s: float, drain: Drain) 
     logger.info("draining: %d lanes open, at most %g s", gateway.snapshot().open, timeout_s)
     app.drain()
     gateway.drain()
-    await _until_idle(app, timeout_s, drain)
+    await _until_idle(app, timeout_s, drain.is_urgent, drain.has_failed)
     if not app.is_idle:
         logger.warning("drain ended with %d lanes open", gateway.snapshot().open)
-    gateway.fail_open_lanes("the server is shutting down")
-    await _until_idle(app, FLUSH_S, drain)
+    why = "the server is shutting down"
+    if drain.has_failed.is_set():
+        app.fail()
+        why = "the server has failed"
+    gateway.fail_open_lanes(why)
+    await _until_idle(app, FLUSH_S, drain.is_urgent)
 
 
-async def _until_idle(app: Public, timeout_s: float, drain: Drain) -> None:
+async def _until_idle(app: Public, timeout_s: float, *ends: asyncio.Event) -> None:
+    """Wait until every request is answered, the time is over, or one of `ends` has come."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    while not (app.is_idle or drain.is_urgent.is_set()) and (left_s := deadline - loop.time()) > 0:
-        await _wait(drain.is_urgent, min(left_s, TICK_S))
+    while (left_s := deadline - loop.time()) > 0:
+        if app.is_idle or any(end.is_set() for end in ends):
+            return
+        await asyncio.sleep(min(left_s, TICK_S))  # no event tells that the last request is answered
 
 
 async def _end(server: asyncio.Task[None]) -> None:
@@ -168,12 +174,6 @@ async def _first_of(server: asyncio.Task[None], event: asyncio.Event) -> None:
     waiter = asyncio.create_task(event.wait())
     await asyncio.wait({server, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
 
 
 async def _tick(gateway: Gateway) -> None:

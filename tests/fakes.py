@@ -116,6 +116,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.n_prepared = 0
         self.is_closed = False
+        self.fault: Exception | None = None
         self.n_withheld = 0  # slots, while step time is over its target
         self.n_waiting_max = 0
         self.before_prepare: Callable[[], None] = lambda: None  # on the preparation thread

@@ -31,3 +31,9 @@ def test_asked_again_later_it_ends_at_once() -> None:
     clock.now += 2 * SECOND_THOUGHT_S
     drain.ask()
     assert drain.is_urgent.is_set()
+
+
+def test_a_failure_is_a_drain_that_waits_for_nothing() -> None:
+    drain = Drain(FakeClock())
+    drain.fail()
+    assert (drain.begun.is_set(), drain.has_failed.is_set(), drain.is_urgent.is_set()) == (True, True, False)
