@@ -48,6 +48,7 @@ class Engine:
 
     def __init__(self, model: Model, backend: Backend, config: EngineConfig, info: EngineInfo) -> None:
         self.info = info
+        self._fault: Exception | None = None
         self._model = model
         self._config = config
         self._count = threading.Condition()
@@ -115,6 +116,11 @@ class Engine:
             self._loop.commands.put(Start(sequence))
         return Generation(mailbox, self._control)
 
+    @property
+    def fault(self) -> Exception | None:
+        """What ended the engine before it was closed; None as long as it works."""
+        return self._fault
+
     def capacity(self) -> Capacity:
         """How busy the engine is now."""
         stats, inflight = self._loop.stats, self._n_inflight
@@ -157,8 +163,9 @@ class Engine:
         """Step until closed; a fault of the loop itself ends the engine, not its callers' patience."""
         try:
             self._loop.run()
-        except Exception:
+        except Exception as error:
             logger.exception("the step loop failed: the engine has ended")
+            self._fault = error
         with self._count:
             self._closed = True
         self._loop.end()

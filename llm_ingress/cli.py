@@ -229,7 +229,9 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="largest request body, beyond it 413 (default: 16 MiB)",
     )
-    _add_seconds(limits, "--body-timeout", 30, "a request's body may take this long, then 408")
+    _add_seconds(
+        limits, "--body-timeout", 30, "a request's headers may take this long, and then its body, else 408"
+    )
     limits.add_argument(
         "--response-buffer",
         type=int,
@@ -271,6 +273,7 @@ def serving_config(args: argparse.Namespace) -> ServingConfig:
         port=default_port if args.port is None else args.port,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
+        head_timeout_s=args.body_timeout,
         drain_timeout_s=args.drain_timeout,
     )
 
@@ -324,7 +327,7 @@ def reload_on_hangup(contexts: Iterable[LiveContext]) -> None:
 
 
 def drain_on_signals(drain: Drain) -> None:
-    """SIGTERM and Ctrl-C ask for the drain; asked twice, it ends at once. Call on the event loop."""
+    """SIGTERM and Ctrl-C ask for the drain, and again for its end. Call on the event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.ask)

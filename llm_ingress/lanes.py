@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from llm_ingress.errors import IllegalMove
+from llm_ingress.records import Tally, tally
 from llm_ingress.wire import End, Head, LaneRef
 
 
@@ -104,6 +105,8 @@ class Lane:
     progress: bytearray = field(default_factory=bytearray)
     alone_since: float | None = None  # waiting, and no worker there is could take it
     heard_at: float = 0.0  # when its holder last said something of it, or was given it, or let go on with it
+    first_token_at: float | None = None
+    tally: Tally = field(default_factory=Tally)  # of progress no longer kept; of all, once ended without END
     _chunks: list[bytes] = field(init=False, default_factory=list)
     _is_begun: bool = field(
         init=False, default=False
@@ -166,6 +169,7 @@ class Lane:
         self.resume(now)
         self._waiting_since = now
         self._keeps_progress = True
+        self.tally = Tally()  # what was given up is done anew
 
     def waited_s(self, now: float) -> float:
         """Return the time spent waiting so far, over all claims."""
@@ -173,14 +177,18 @@ class Lane:
             return self._waited_s + now - self._waiting_since
         return self._waited_s
 
-    def append(self, data: bytes, progress: bytes) -> None:
+    def append(self, data: bytes, progress: bytes, now: float) -> None:
         """Take answer bytes and the progress they stand for."""
+        if self.first_token_at is None and tally(progress).n_generated:
+            self.first_token_at = now
         if data:
             self._chunks.append(data)
             self.unread += len(data)
             self._is_begun = True
         if self._keeps_progress:
             self.progress += progress
+        else:
+            self.tally += tally(progress)
 
     def take(self) -> bytes:
         """Return all unread bytes, once."""
@@ -191,8 +199,13 @@ class Lane:
 
     def give_up_progress(self) -> None:
         """Keep no progress for the rest of this claim: a tail without its beginning continues nothing."""
+        self.count_progress()
         self.progress.clear()
         self._keeps_progress = False
+
+    def count_progress(self) -> None:
+        """Count what is kept, before it is dropped."""
+        self.tally += tally(bytes(self.progress))
 
     def pause(self, now: float) -> None:
         """Start the stall clock."""
@@ -252,6 +265,8 @@ class LanePool:
         """
         lane.move(outcome.state)
         lane.outcome = outcome
+        if outcome.end is None:  # with an END, the worker's own count is there
+            lane.count_progress()
         lane.progress.clear()
         del self._open[lane.id]
         self._n_ended[outcome.state] += 1

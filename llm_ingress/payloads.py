@@ -232,5 +232,5 @@ def _check_head(head: Head) -> None:
 def _decode(kind: Kind, decoder: "msgspec.json.Decoder[Any]", payload: bytes) -> Any:
     try:
         return decoder.decode(payload)
-    except (ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"{kind.name}: {error}") from error

@@ -118,7 +118,7 @@ class WorkersSide:
             return
         if data and lane.state is not LaneState.STREAMING:
             raise ProtocolFault(f"answer bytes before the head of lane {lane.id}")
-        lane.append(data, progress)
+        lane.append(data, progress, lane.heard_at)
         if lane.unread + len(lane.progress) > self._bound_bytes:
             self._relieve(lane)
         if data:

@@ -30,6 +30,10 @@ class TextEngine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def fault(self) -> Exception | None:
+        """What ended it before it was closed; None as long as it works."""
+
     def prepare(self, request: GenerateRequest, /) -> Prepared:
         """Template, tokenise and measure. Thread: any. Raises: RequestError."""
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -67,10 +67,21 @@ class _RingView:
 
 
 class Worker:
-    """Serves the lanes of its rings with one engine."""
+    """Serves the lanes of its rings with one engine.
 
-    def __init__(self, engine: TextEngine, config: WorkerConfig, rings: Iterable[Ring]) -> None:
+    `on_fault` is called once if the engine ends by itself: nothing it held will finish here, and nothing more
+    is taken.
+    """
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        config: WorkerConfig,
+        rings: Iterable[Ring],
+        on_fault: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
+        self._on_fault = on_fault
         self._config = config
         self._rings = {ring: _RingView(ring) for ring in rings}
         self._jobs: dict[tuple[Ring, LaneRef], Job] = {}
@@ -89,6 +100,7 @@ class Worker:
             takeover=config.takeover,
         )
         self._is_draining = False
+        self._has_failed = False
         self._engine_refused = False
         self._engine_stands = False
         self._heartbeat_is_due = False
@@ -132,6 +144,7 @@ class Worker:
             ),
             n_jobs=len(self._jobs),
             is_draining=self._is_draining,
+            has_failed=self._has_failed,
         )
 
     async def drain(self) -> None:
@@ -281,13 +294,17 @@ class Worker:
             self._loop.call_soon(self._send_heartbeat)
 
     def _beat(self) -> None:
-        """What happens every interval: the offer, the signs of life, and an end to what is stuck."""
+        """What happens every interval: offer, signs of life, an end to what is stuck or has failed."""
         self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
         self._engine_refused = False
         self._fail_what_is_stuck()
         self._look_at_engine()
         self._offer()
         self._tell_what_moves()
+        if self._engine.fault is not None and not self._has_failed:
+            logger.error("worker %s: its engine has failed: %r", self._config.name, self._engine.fault)
+            self._has_failed = True
+            self._on_fault()
 
     def _look_at_engine(self) -> None:
         """Note, and log once, whether it goes on. A cancel does not free a place in one that stands still."""

@@ -117,6 +117,7 @@ class FakeEngine:
         self.n_prepared = 0
         self.is_closed = False
         self.step_age_s = 0.0
+        self.fault: Exception | None = None
         self.n_withheld = 0  # slots, while step time is over its target
         self._on_change: Callable[[], None] = lambda: None
         self.n_waiting_max = 0

@@ -319,10 +319,12 @@ def test_a_fault_of_the_step_loop_answers_everyone_and_ends_the_engine(
     with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
         held = engine.submit(ask("go"))
         next(held)
+        assert not engine.fault
         monkeypatch.setattr("llm_engine.scheduler.Scheduler.plan", broken)
         *_, last = held
         assert isinstance(last, Failed)
         assert isinstance(last.error, EngineClosed)
+        assert isinstance(engine.fault, ZeroDivisionError)
         assert engine.capacity().available_slots == 0
         with pytest.raises(EngineClosed):
             engine.submit(ask("late"))

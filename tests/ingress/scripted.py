@@ -126,8 +126,8 @@ class ScriptedWorker:
     def begin(self, grant: Grant, head: Head = STREAM_HEAD) -> None:
         self._gateway.workers.head(self.id, grant.ref, head)
 
-    def say(self, grant: Grant, data: bytes) -> None:
-        self._gateway.workers.body(self.id, grant.ref, data, b"")
+    def say(self, grant: Grant, data: bytes, progress: bytes = b"") -> None:
+        self._gateway.workers.body(self.id, grant.ref, data, progress)
 
     def end(self, grant: Grant, reason: FinishReason = FinishReason.STOP) -> None:
         self._gateway.workers.end(
@@ -210,7 +210,7 @@ async def serving(
     finally:
         drain.ask()
         if not app.is_idle:
-            drain.ask()
+            drain.is_urgent.set()
         await task
 
 

@@ -78,6 +78,27 @@ def only(lane: ScriptedLane) -> object:
     return frame
 
 
+# -- the engine's end --
+
+
+async def test_an_engine_that_has_failed_is_told_once_and_offered_no_more() -> None:
+    ring, engine, faults = ScriptedRing(), FakeEngine(), asyncio.Queue[str]()
+    config = WorkerConfig(heartbeat_interval_s=0.01)
+    worker = Worker(engine, config, [ring], on_fault=lambda: faults.put_nowait("fault"))
+    worker.start()
+    ring.accept()
+    assert not worker.snapshot().has_failed
+    engine.fault, engine.is_closed = ZeroDivisionError(), True
+    async with asyncio.timeout(WAIT_S):
+        await faults.get()
+    assert worker.snapshot().has_failed
+    assert ring.credits[-1] == 0
+    n_beats = len(ring.heartbeats)
+    await ring.until(lambda: len(ring.heartbeats) > n_beats + 2)
+    assert faults.empty()
+    worker.close()
+
+
 # -- credit --
 
 
