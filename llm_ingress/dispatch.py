@@ -1,4 +1,5 @@
-"""Who gets which lane: the queue of waiting lanes per model, and the choice among workers with credit.
+"""Who gets which lane: the queue of waiting lanes per model, the choice among workers with credit, and whose
+lane gives way when no place is left.
 
 Owns: the order of the waiting lanes, and the names models go by. Decides, and acts on nothing.
 Called by: `placement.py`, which claims what is chosen here.
@@ -16,6 +17,7 @@ from operator import attrgetter
 
 from llm_ingress.lanes import Lane
 from llm_ingress.leases import WorkerView
+from llm_ingress.shares import Shares
 from llm_ingress.wire import ModelCard
 
 by_admission = attrgetter("id")
@@ -78,6 +80,11 @@ class ModelQueue:
         del lanes[lane.id]
         if not lanes:
             del self._tenants[tenant]
+
+    def newest_of(self, tenant: str) -> Lane | None:
+        """Return the fresh lane of a tenant that came last."""
+        lanes = self._tenants.get(tenant)
+        return next(reversed(lanes.values())) if lanes else None
 
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the lane whose turn it is among those this worker can take."""
@@ -148,6 +155,18 @@ class Dispatch:
     def withdraw(self, lane: Lane) -> None:
         """Take a waiting lane out of its queue."""
         self._queues[lane.model].withdraw(lane)
+
+    def gives_way(self, tenant: str, shares: Shares) -> Lane | None:
+        """Return the waiting lane whose place one more lane of `tenant` should have; None if none should.
+
+        It is the newest of the tenant with most places, and only if that tenant still has no fewer without it
+        than the other then has. A lane that came back from a worker keeps its place.
+        """
+        for richer in shares.above(shares.of(tenant) + 1):
+            lanes = [lane for queue in self._queues.values() if (lane := queue.newest_of(richer))]
+            if lanes:
+                return max(lanes, key=by_admission)
+        return None
 
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the next lane for a worker; None if it has no credit or nothing it can take waits."""

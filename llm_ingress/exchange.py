@@ -30,6 +30,7 @@ FORWARDED_FOR = b"x-forwarded-for"
 
 _REFUSALS = {
     OutcomeReason.QUEUE_TIMEOUT: RefusalReason.QUEUE_TIMEOUT,
+    OutcomeReason.DISPLACED: RefusalReason.RING_FULL,
     OutcomeReason.NO_WORKERS: RefusalReason.NO_WORKERS,
     OutcomeReason.DRAIN_ENDED: RefusalReason.DRAINING,
 }

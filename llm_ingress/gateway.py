@@ -40,6 +40,10 @@ RETRY_AFTER_S: Mapping[RefusalReason, int] = {
     RefusalReason.NO_WORKERS: 10,
 }
 
+# Looked at in one tick. More would hold up the event loop for longer than a refusal may take, so where more
+# are open, each has its turn once in several ticks.
+LANES_PER_TICK = 1000
+
 
 class Gateway:
     """The ring of one ingress. Thread: event loop, every method."""
@@ -64,10 +68,12 @@ class Gateway:
 
         `on_change` is called whenever the head, bytes or the end arrived; it must not call back in here.
 
-        Raises: Refused while draining, before the first worker ever attached, or if every place is taken;
+        With every place taken, a tenant that has fewer than another gets one of that one's.
+
+        Raises: Refused while draining, before the first worker ever attached, or if no place is to be had;
             UnknownModel if nobody ever served the model.
         """
-        model = self._admit(request.model)
+        model = self._admit(request)
         now = self._clock()
         lane = self._placement.pool.open(request, model=model, on_change=on_change, now=now)
         self._placement.place(lane, now)
@@ -90,19 +96,30 @@ class Gateway:
             self._placement.end(lane, outcome)
         lane.take()
 
-    def _admit(self, model: str) -> str:
-        """Return the canonical name of the model if a lane may be opened for it."""
+    def _admit(self, request: LaneRequest) -> str:
+        """Return the canonical name of the model if a lane may be opened, with a place free for it."""
         if self._is_draining:
             raise self._refusal(RefusalReason.DRAINING, "the server is shutting down")
         dispatch = self._placement.dispatch
         if not dispatch.knows_any:
             raise self._refusal(RefusalReason.NO_WORKERS, "no worker has attached yet")
-        name = dispatch.name_of(model)
+        name = dispatch.name_of(request.model)
         if name is None:
-            raise UnknownModel(model)
-        if self._placement.pool.is_full:
+            raise UnknownModel(request.model)
+        if self._placement.pool.is_full and not self._displace_for(request.tenant):
             raise self._refusal(RefusalReason.RING_FULL, f"all {self.config.ring_streams} lanes are taken")
         return name
+
+    def _displace_for(self, tenant: str) -> bool:
+        """Free a place for a tenant, if one that has more can spare a lane that waits."""
+        placement = self._placement
+        lane = placement.dispatch.gives_way(tenant, placement.pool.shares)
+        if lane is None:
+            return False
+        message = f"all {self.config.ring_streams} lanes are taken, and others have fewer of them"
+        placement.end(lane, Outcome(state=LaneState.EXPIRED, reason=OutcomeReason.DISPLACED, message=message))
+        lane.on_change()
+        return True
 
     def _refusal(self, reason: RefusalReason, message: str) -> Refused:
         return Refused(reason, self.retry_after_s(reason), message)
@@ -114,7 +131,7 @@ class Gateway:
 
         1. A worker silent past its lease loses its lanes; it is told to drop them, should it wake.
         2. A worker that is not worth its connection loses that too.
-        3. A lane past one of its limits ends.
+        3. A lane past one of its limits ends, when its turn has come to be looked at.
         """
         now = self._clock()
         placement, leases = self._placement, self._placement.leases
@@ -126,7 +143,7 @@ class Gateway:
         for worker, why in leases.at_fault(now, claim_timeout_s=self.config.claim_timeout_s):  # 2
             placement.dismiss(worker, why)
         contended = placement.dispatch.contended()
-        for lane in tuple(placement.pool.lanes()):  # 3
+        for lane in placement.pool.visit(LANES_PER_TICK):  # 3
             outcome = overdue(lane, now, self.config, is_contended=lane.model in contended)
             if outcome is not None:
                 placement.end(lane, outcome)

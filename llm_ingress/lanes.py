@@ -6,12 +6,14 @@ Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. Th
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from llm_ingress.errors import IllegalMove
 from llm_ingress.records import Tally, tally
+from llm_ingress.shares import Shares
 from llm_ingress.wire import End, Head, LaneRef
 
 
@@ -59,6 +61,7 @@ class OutcomeReason(StrEnum):
     WORKER_LOST = "worker_lost"  # its worker is gone, and nobody can continue what the client already has
     ATTEMPTS_SPENT = "attempts_spent"
     DRAIN_ENDED = "drain_ended"
+    DISPLACED = "displaced"  # its place went to a tenant with fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +233,8 @@ class LanePool:
         self._open: dict[int, Lane] = {}
         self._n_accepted = 0
         self._n_ended: Counter[LaneState] = Counter()
+        self.shares = Shares()
+        self._to_visit: Iterator[int] = iter(())  # what is left of a round, by id
 
     @property
     def n_open(self) -> int:
@@ -250,12 +255,21 @@ class LanePool:
         """Return the lanes that have not ended, oldest first."""
         return self._open.values()
 
+    def visit(self, n_most: int) -> list[Lane]:
+        """Return the next lanes of a round over all that are open: all of them, if they are not more."""
+        ids = list(islice(self._to_visit, n_most))
+        if not ids:
+            self._to_visit = iter(tuple(self._open))
+            ids = list(islice(self._to_visit, n_most))
+        return [self._open[lane_id] for lane_id in ids if lane_id in self._open]
+
     def open(self, request: LaneRequest, *, model: str, on_change: Callable[[], None], now: float) -> Lane:
         """Take a place."""
         assert not self.is_full, f"{len(self._open)} of {self._n_places} places are taken"
         self._n_accepted += 1
         lane = Lane(id=self._n_accepted, request=request, model=model, on_change=on_change, opened_at=now)
         self._open[lane.id] = lane
+        self.shares.take(request.tenant)
         return lane
 
     def end(self, lane: Lane, outcome: Outcome) -> None:
@@ -269,6 +283,7 @@ class LanePool:
             lane.count_progress()
         lane.progress.clear()
         del self._open[lane.id]
+        self.shares.give_back(lane.request.tenant)
         self._n_ended[outcome.state] += 1
 
     def n_by_state(self) -> dict[LaneState, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import hypercorn.asyncio
 from hypercorn.config import Config as HypercornConfig
 
-from llm_ingress import h1_head, h2_flow
+from llm_ingress import h1_head, h2_flow, tls_memory
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
@@ -113,6 +113,7 @@ async def serve(
     """Serve on an open socket until the drain is over. Takes the socket over, and follows its certificate."""
     h1_head.install()
     h2_flow.install()
+    tls_memory.install()
     print(f"Serving on {listener.url}", flush=True)
     stop = asyncio.Event()
     settings = _hypercorn_settings(listener, config.head_timeout_s)

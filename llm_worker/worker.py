@@ -1,8 +1,8 @@
 """The worker: how many lanes it takes, from which rings, and what becomes of them.
 
-It pulls: every ring is offered all that is free, and the moment a place is taken or given back each hears the
-new number. A grant that crosses such a message is released. Parsing, templating and tokenising happen on the
-preparation thread; what takes too long there fails alone.
+It pulls: what is free is offered to its rings (`offers.py`), and the moment a place is taken or given back
+each hears its new number. A grant that crosses such a message is released. Parsing, templating and tokenising
+happen on the preparation thread; what takes too long there fails alone.
 
 Owns: the open jobs and the free places. Thread: event loop.
 Called by: its rings (`RingListener`), and whoever runs the process (`start`, `drain`, `close`).
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -26,6 +26,7 @@ from llm_worker.background import BackgroundThread
 from llm_worker.engine import TextEngine
 from llm_worker.errors import WorkerConfigError
 from llm_worker.job import Job, JobState
+from llm_worker.offers import PATIENCE_S, Demand, share_out
 from llm_worker.preparation import PreparedJob, prepare
 from llm_worker.ring import Ring
 from llm_worker.snapshot import RingFacts, WorkerSnapshot
@@ -49,21 +50,21 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if not self.name:
             raise WorkerConfigError("name is empty, must be a word")
-        for field in ("heartbeat_interval_s", "preparation_timeout_s"):
-            value = getattr(self, field)
+        for name in ("heartbeat_interval_s", "preparation_timeout_s"):
+            value = getattr(self, name)
             if not value > 0:
-                raise WorkerConfigError(f"{field} is {value}, must be more than 0")
+                raise WorkerConfigError(f"{name} is {value}, must be more than 0")
 
 
 @dataclass(slots=True, eq=False)
 class _RingView:
-    """One ring as the worker sees it. `offered` is what its ingress believes it may still grant."""
+    """One ring as the worker sees it."""
 
     ring: Ring
     is_attached: bool = False
     is_draining: bool = False
     is_leaving: bool = False  # as soon as nothing is held from it
-    offered: int = 0
+    demand: Demand = field(default_factory=Demand)
 
 
 class Worker:
@@ -90,6 +91,8 @@ class Worker:
         self._thread = BackgroundThread("llm-worker-preparation")
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._n_grants = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._hello = Hello(
@@ -159,8 +162,9 @@ class Worker:
     def close(self) -> None:
         """Leave the rings with whatever is still open. Idempotent."""
         self._is_draining = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._patience):
+            if timer is not None:
+                timer.cancel()
         for view in self._rings.values():
             view.is_attached = False
             view.ring.detach()
@@ -191,9 +195,11 @@ class Worker:
 
     def on_grant(self, ring: Ring, grant: Grant) -> None:
         view = self._rings[ring]
-        view.offered = max(0, view.offered - 1)
+        self._n_grants += 1
+        view.demand.granted(had_waited=grant.queued_ms > 0, turn=self._n_grants, now=self._loop.time())
         if self.n_free < 1:
             ring.release(grant.ref)
+            view.demand.gave_back()
             return
         job = Job(ring, grant.ref, self._forget)
         self._jobs[ring, grant.ref] = job
@@ -282,16 +288,25 @@ class Worker:
         )
 
     def _offer(self) -> None:
-        """Tell each ring what is free, where that is not what it believes, and soon the heartbeat."""
-        n_free = self.n_free
+        """Tell each ring what it is offered, where that is not what it believes, and soon the heartbeat."""
+        views = [view for view in self._attached() if not view.is_draining and not view.is_leaving]
+        now = self._loop.time()
+        parts = share_out(self.n_free, [view.demand for view in views], now)
+        offers = dict(zip(views, parts, strict=True))
         for view in self._attached():
-            offer = 0 if view.is_draining or view.is_leaving else n_free
-            if offer != view.offered:
-                view.offered = offer
+            offer = offers.get(view, 0)
+            if view.demand.offer(offer, now):
                 view.ring.credit(offer)
+        # One has nothing, for now: it is offered what another does not use.
+        if any(parts) and not all(parts) and self._patience is None:
+            self._patience = self._loop.call_later(PATIENCE_S, self._lose_patience)
         if not self._heartbeat_is_due:
             self._heartbeat_is_due = True
             self._loop.call_soon(self._send_heartbeat)
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        self._offer()
 
     def _beat(self) -> None:
         """What happens every interval: offer, signs of life, an end to what is stuck or has failed."""

@@ -3,7 +3,7 @@
 import pytest
 
 from llm_ingress.errors import ConfigError, ProtocolFault, RefusalReason, Refused, UnknownModel
-from llm_ingress.gateway import GatewayConfig, LaneState, OutcomeReason
+from llm_ingress.gateway import LANES_PER_TICK, GatewayConfig, LaneState, OutcomeReason
 from llm_ingress.wire import Head, LaneRef
 from tests.ingress.scripted_ring import END, OK, REFUSED, Client, ScriptedRing, card
 
@@ -106,6 +106,41 @@ def test_beyond_ring_streams_requests_are_refused_and_running_lanes_count() -> N
     ring.client()
     assert clients[0].lane.state is LaneState.DONE
     assert ring.gateway.snapshot().accepted == 4
+
+
+def test_a_tenant_with_fewer_places_gets_one_of_a_tenant_that_has_more() -> None:
+    ring = ScriptedRing(GatewayConfig(ring_streams=4))
+    worker = ring.worker(1)
+    heavy = [ring.client(tenant="heavy") for _ in range(4)]
+    light = [ring.client(tenant="light") for _ in range(2)]
+    assert [client.lane.is_open for client in heavy] == [True, True, False, False]
+    for client in heavy[2:]:
+        assert outcome(client) == (LaneState.EXPIRED, OutcomeReason.DISPLACED)
+        assert client.n_changes == 1
+    for tenant in ("heavy", "light"):
+        with pytest.raises(Refused) as refused:
+            ring.client(tenant=tenant)
+        assert refused.value.reason is RefusalReason.RING_FULL
+    for _ in range(4):
+        worker.head()
+        worker.end()
+        worker.offer(1)
+    assert [client.lane.state for client in (heavy[0], *light, heavy[1])] == [LaneState.DONE] * 4
+    counts = ring.gateway.snapshot()
+    assert (counts.accepted, counts.finished, counts.failed, counts.open) == (6, 4, 2, 0)
+
+
+def test_a_tick_looks_at_so_many_lanes_only_and_at_all_in_several() -> None:
+    n_lanes = LANES_PER_TICK + 1
+    ring = ScriptedRing(GatewayConfig(ring_streams=n_lanes, queue_timeout_s=10.0))
+    ring.worker()
+    for _ in range(n_lanes):
+        ring.client()
+    ring.clock.now += 10.0
+    ring.gateway.tick()
+    assert ring.gateway.snapshot().open == 1
+    ring.gateway.tick()
+    assert ring.gateway.is_idle
 
 
 @pytest.mark.parametrize("reason", RefusalReason)

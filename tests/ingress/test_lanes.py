@@ -65,6 +65,30 @@ def test_a_lane_gives_its_place_back_exactly_once() -> None:
     assert pool.n_by_state()[LaneState.CANCELLED] == 1
 
 
+def test_a_pool_knows_how_many_places_each_tenant_has() -> None:
+    pool = LanePool(8)
+    lanes = [open_lane(pool) for _ in range(3)]
+    assert pool.shares.of("t") == 3
+    pool.end(lanes[1], LEFT)
+    assert pool.shares.of("t") == 2
+
+
+def test_every_open_lane_is_visited_once_a_round_and_none_that_has_ended() -> None:
+    pool = LanePool(8)
+    lanes = [open_lane(pool) for _ in range(5)]
+    assert pool.visit(2) == lanes[:2]
+    pool.end(lanes[2], LEFT)
+    late = open_lane(pool)
+    assert pool.visit(2) == [lanes[3]]
+    assert pool.visit(2) == [lanes[4]]
+    assert pool.visit(8) == [lanes[0], lanes[1], lanes[3], lanes[4], late]
+    assert pool.visit(5) == [lanes[0], lanes[1], lanes[3], lanes[4], late]
+
+
+def test_an_empty_pool_has_nobody_to_visit() -> None:
+    assert LanePool(1).visit(8) == []
+
+
 def test_an_end_the_state_does_not_allow_changes_nothing() -> None:
     pool = LanePool(2)
     lane = open_lane(pool)

@@ -327,6 +327,25 @@ async def test_requests_beyond_the_ring_are_refused_and_nothing_else_is() -> Non
         assert await server.counts() == (30, 30, 0, 0)
 
 
+async def test_a_request_that_gives_way_to_a_tenant_with_fewer_is_refused_as_if_it_came_now() -> None:
+    public = PublicConfig(tenancy=Tenancy(by=TenantBy.USER))
+    async with ring(public=public, ring_streams=2, n_places=1) as (server, worker, client):
+        running = post(client, user="heavy", stream=True)
+        grant = await worker.granted()
+        parked = post(client, user="heavy", stream=True)
+        while (await client.get("/health")).json()["open"] != 2:
+            pass
+        other = post(client, user="light", stream=True)
+        refused = await parked
+        assert (refused.status_code, error_of(refused)["reason"]) == (503, "ring_full")
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        worker.answer(grant, "x")
+        worker.offer(1)
+        worker.answer(await worker.granted(), "x")
+        assert [(await answer).status_code for answer in (running, other)] == [200, 200]
+        assert await server.counts() == (3, 2, 0, 1)
+
+
 async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
     server: Server, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

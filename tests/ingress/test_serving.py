@@ -1,14 +1,17 @@
 """From the open socket to the end of the drain, over a real hypercorn on loopback."""
 
 import asyncio
+import gc
 import json
 import socket
 import ssl
 import subprocess
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +19,7 @@ import pytest
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.serving import SEND_BUFFER_BYTES, ServingConfig, listen
+from llm_ingress.tls_memory import READ_BUFFER_BYTES
 from llm_ingress.wire import Grant
 from tests.ingress.scripted import CHAT, ScriptedWorker, Server, chat, event, raw_post, serving
 
@@ -262,6 +266,27 @@ async def test_it_serves_https(tls: tuple[Path, Path], capsys: pytest.CaptureFix
             worker.answer(await worker.granted(), "a")
             assert (await asking).content == event("a") + DONE
         assert f"Serving on https://127.0.0.1:{server.port}" in capsys.readouterr().out
+
+
+async def test_a_tls_connection_holds_a_small_read_buffer_and_a_large_body_comes_through_it(
+    tls: tuple[Path, Path],
+) -> None:
+    cert, key = tls
+    config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        worker = ScriptedWorker(server.gateway)
+        trust = ssl.create_default_context(cafile=cert)
+        text = "x" * (8 * READ_BUFFER_BYTES)
+        async with httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+            gc.collect()
+            asking = asyncio.create_task(client.post(CHAT, json=chat(text, stream=True)))
+            grant = await worker.granted()
+            assert text.encode() in grant.body
+            protocols: list[Any] = [each for each in gc.get_objects() if isinstance(each, SSLProtocol)]
+            served = [each for each in protocols if each._server_side]
+            assert [len(each._ssl_buffer) for each in served] == [READ_BUFFER_BYTES]
+            worker.answer(grant, text)
+            assert (await asking).content == event(text) + DONE
 
 
 async def test_a_renewed_certificate_is_served_and_cuts_no_stream(tmp_path: Path) -> None:

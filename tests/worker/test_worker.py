@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -110,12 +111,42 @@ async def test_an_attached_ring_is_offered_every_free_place() -> None:
         assert ring.hello.max_inflight == 3
 
 
-async def test_a_place_taken_by_one_ring_is_withdrawn_from_the_others_at_once() -> None:
+async def test_free_places_are_shared_out_among_rings_and_a_grant_takes_nothing_from_the_others() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    async with attached(FakeEngine(max_inflight=4), first, second):
+        assert (first.credits, second.credits) == ([4, 2], [2])
+        first.grant(chat_grant("a", lane_id=1))
+        assert (first.credits, second.credits) == ([4, 2], [2]), "the grant itself used up what was offered"
+
+
+async def test_a_ring_that_has_used_its_places_is_offered_those_another_leaves() -> None:
     first, second = ScriptedRing(), ScriptedRing()
     async with attached(FakeEngine(max_inflight=2), first, second):
         first.grant(chat_grant("a", lane_id=1))
-        assert second.credits == [2, 1]
-        assert first.credits == [2], "the grant itself used up what this ring was offered"
+        assert first.credits == [2, 1]
+        await first.until(lambda: first.credits == [2, 1, 1])
+
+
+async def test_the_last_place_is_offered_to_all_and_withdrawn_from_the_others_once_it_is_taken() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    async with attached(FakeEngine(max_inflight=1), first, second):
+        first.grant(chat_grant("a", lane_id=1))
+        assert (first.credits, second.credits) == ([1], [1, 0])
+
+
+async def test_a_place_is_offered_to_one_only_of_two_rings_that_have_requests_waiting() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    engine = FakeEngine(max_inflight=1)
+    async with attached(engine, first, second):
+        waited = [replace(chat_grant("a", lane_id=n), queued_ms=5.0) for n in (1, 2)]
+        first.grant(waited[0])
+        second.grant(waited[1])
+        await running(first, engine, 1)
+        first.credits.clear()
+        second.credits.clear()
+        engine.finish()
+        assert (first.credits, second.credits) == ([1], []), "the turn of the first was longer ago"
+        await second.until(lambda: second.credits == [1])  # the first has left it unused
 
 
 async def test_a_place_given_back_is_offered_to_all_at_once() -> None:
@@ -194,12 +225,12 @@ async def test_an_engine_that_refuses_is_offered_nothing_until_the_next_beat() -
 
 async def test_a_ring_that_drains_is_offered_nothing_and_keeps_what_it_gave() -> None:
     leaving, staying = ScriptedRing(), ScriptedRing()
-    engine = FakeEngine(max_inflight=2)
+    engine = FakeEngine(max_inflight=4)
     async with attached(engine, leaving, staying):
         lane = leaving.grant(chat_grant("a"))
         leaving.worker.on_drain(leaving)
         assert leaving.credits[-1] == 0
-        assert staying.credits[-1] == 1
+        assert staying.credits[-1] == 3
         await running(leaving, engine, 1)
         engine.finish()
         assert lane.is_over
@@ -405,7 +436,7 @@ async def test_a_lost_ring_takes_its_lanes_with_it_and_no_others() -> None:
         assert not gone.is_over
         assert worker.n_free == 2
         lost.accept()
-        assert lost.credits[-1] == 2
+        assert (lost.credits[-1], kept.credits[-1]) == (1, 1)
 
 
 # -- heartbeat, drain, close --
@@ -472,11 +503,11 @@ async def test_a_ring_can_be_added_later_and_is_offered_what_is_free() -> None:
         worker.add_ring(second)
         assert second.hello == first.hello
         second.accept()
-        assert second.credits == [2]
+        assert (first.credits[-1], second.credits) == (1, [1])
 
 
 async def test_a_removed_ring_gets_what_it_is_owed_nothing_more_and_is_left_then() -> None:
-    engine, ring, other = FakeEngine(max_inflight=2), ScriptedRing(), ScriptedRing()
+    engine, ring, other = FakeEngine(max_inflight=4), ScriptedRing(), ScriptedRing()
     async with attached(engine, ring, other) as worker:
         lane = ring.grant(chat_grant("abc"))
         await running(ring, engine, 1)
@@ -487,7 +518,7 @@ async def test_a_removed_ring_gets_what_it_is_owed_nothing_more_and_is_left_then
         engine.finish()
         assert lane.is_over
         assert not ring.is_attached
-        assert other.credits[-1] == 2
+        assert other.credits[-1] == 4
         assert [facts.is_attached for facts in worker.snapshot().rings] == [True]
 
 
