@@ -126,7 +126,7 @@ def rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
 
 
 def _load(args: argparse.Namespace, n_streams: int, subject: Subject) -> Load:
-    n_chunks = args.chunks or max(100, 10_000 // n_streams)
+    n_chunks = args.chunks or max(100, 5_000 // n_streams)
     return Load(
         n_streams=n_streams,
         n_chunks=max(WARM_UP_STEPS, round(n_chunks * USUAL_EVENT_US / subject.event_us)),

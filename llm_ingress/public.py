@@ -25,6 +25,7 @@ from llm_ingress.dialects import DIALECTS, Dialect
 from llm_ingress.errors import ConfigError, RefusalReason
 from llm_ingress.exchange import Exchange
 from llm_ingress.gateway import Gateway, GatewaySnapshot, WorkerSnapshot
+from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Heartbeat, ModelCard
 
@@ -71,6 +72,7 @@ class Public:
             timeout_s=config.body_timeout_s,
         )
         self._site = _site(_Status(gateway, self._bodies), routes)
+        self._relays = Relays()
         self._is_draining = False
         self._n_exchanges = 0
 
@@ -113,7 +115,8 @@ class Public:
     async def _exchange(self, dialect: Dialect, call: Call) -> None:
         self._n_exchanges += 1
         try:
-            await Exchange(self._gateway, self._tenancy, dialect, call).run(self._bodies)
+            exchange = Exchange(self._gateway, self._relays, self._tenancy, dialect, call)
+            await exchange.run(self._bodies)
         finally:
             self._n_exchanges -= 1
 

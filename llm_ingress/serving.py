@@ -16,7 +16,7 @@ from pathlib import Path
 import hypercorn.asyncio
 from hypercorn.config import Config as HypercornConfig
 
-from llm_ingress import h2_flow
+from llm_ingress import express, h2_flow
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
@@ -110,6 +110,7 @@ async def serve(
 ) -> None:
     """Serve on an open socket until the drain is over. Takes the socket over, and follows its certificate."""
     h2_flow.install()
+    express.install()
     print(f"Serving on {listener.url}", flush=True)
     stop = asyncio.Event()
     settings = _hypercorn_settings(listener)
