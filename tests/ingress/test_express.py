@@ -138,6 +138,27 @@ async def test_a_small_window_gets_every_byte_in_order(
     client.close()
 
 
+@pytest.mark.parametrize("n_turns", range(8))
+async def test_a_window_that_opens_just_before_an_event_changes_no_order(
+    server: Server, worker: ScriptedWorker, n_turns: int
+) -> None:
+    client = await RawH2.connect(server, window=0)
+    stream_id = await client.post()
+    grant = await worker.granted()
+    worker.begin(grant)
+    events = events_of(60)
+    for first, second in zip(events[::2], events[1::2], strict=True):
+        await say_one_by_one(worker, grant, [first])  # it waits for a window
+        await client.open_window(stream_id, len(first) + len(second))
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        worker.say(grant, second)
+        await asyncio.sleep(0.001)
+    worker.end(grant)
+    assert await client.until_ended(stream_id) == b"".join(events)
+    client.close()
+
+
 async def test_streams_of_one_connection_do_not_mix(server: Server, worker: ScriptedWorker) -> None:
     client = await RawH2.connect(server, window=2**20)
     grants = {}
