@@ -14,6 +14,11 @@ from typing import Any, Protocol
 WARM_UP_STEPS = 10
 MODEL = "m"
 BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+_BEFORE = (
+    b'data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":1,"model":"m",'
+    b'"choices":[{"index":0,"delta":{"content":"'
+)
+_AFTER = b'"},"finish_reason":null}]}\n\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +30,13 @@ class Load:
     size_bytes: int
     interval_s: float
 
-    @property
-    def event(self) -> bytes:
-        """One chunk of a chat completion, `size_bytes` long; a router may parse it."""
-        start, end = (
-            b'data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":1,"model":"m",'
-            b'"choices":[{"index":0,"delta":{"content":"',
-            b'"},"finish_reason":null}]}\n\n',
-        )
-        return start + b"x" * (self.size_bytes - len(start) - len(end)) + end
+    def event(self, step: int) -> bytes:
+        """One chunk of a chat completion, `size_bytes` long; a router may parse it.
+
+        No two of a stream are the same: LiteLLM ends a stream that repeats itself.
+        """
+        content = b"%06d" % step + b"x" * (self.size_bytes - len(_BEFORE) - len(_AFTER) - 6)
+        return b"%s%s%s" % (_BEFORE, content, _AFTER)
 
 
 class Source(Protocol):
@@ -61,9 +64,8 @@ async def obey(parent: Connection, source: Source) -> None:
 
 
 async def _steps(source: Source, load: Load, n_steps: int) -> None:
-    event = load.event
-    for _ in range(n_steps):
-        source.step(event)
+    for step in range(n_steps):
+        source.step(load.event(step))
         await asyncio.sleep(load.interval_s)
 
 
