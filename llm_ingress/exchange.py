@@ -13,12 +13,13 @@ from collections.abc import Iterator
 
 from llm_ingress.api import errors as api
 from llm_ingress.api.errors import ApiError
-from llm_ingress.asgi import Call, ClientLeft
+from llm_ingress.asgi import Call, ClientLeft, Express
 from llm_ingress.bodies import Bodies
 from llm_ingress.dialects import Dialect
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
 from llm_ingress.media import check_media
+from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Head
 
@@ -39,8 +40,11 @@ _REFUSALS = {
 class Exchange:
     """One request and the lane it takes. Thread: event loop."""
 
-    def __init__(self, gateway: Gateway, tenancy: Tenancy, dialect: Dialect, call: Call) -> None:
+    def __init__(
+        self, gateway: Gateway, relays: Relays, tenancy: Tenancy, dialect: Dialect, call: Call
+    ) -> None:
         self._gateway = gateway
+        self._relays = relays
         self._tenancy = tenancy
         self._dialect = dialect
         self._call = call
@@ -49,6 +53,7 @@ class Exchange:
         self._lane: Lane | None = None
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._express: Express | None = None  # while a stream is relayed
         self._flush_timer: asyncio.TimerHandle | None = None
         self._is_ending = False
         self._is_aborted = False
@@ -123,8 +128,9 @@ class Exchange:
             await self._collect(lane)
 
     async def _relay(self, lane: Lane, head: Head) -> None:
-        """Pass a stream on, as it comes."""
+        """Pass a stream on, as it comes. Most of it goes by the short way, while this waits."""
         await self._call.start(head.status, (*head.headers, _lane_header(lane)))
+        self._express = self._call.express
         while True:
             if lane.unread:
                 await self._call.write(self._gateway.take(lane))
@@ -180,14 +186,28 @@ class Exchange:
         await self._waiter
 
     def _on_change(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
         lane = self._lane
+        if lane is None or lane.outcome is not None or self._express is None:
+            self._wake()
+        elif self._waiter is not None:
+            self._relays.add(self)
         if lane is not None and lane.outcome is not None:
             self._on_end(lane.outcome)
+
+    def pass_on(self) -> None:
+        """Send what is unread by the short way, or leave it to the answer's task if that is shut."""
+        lane, express = self._lane, self._express
+        if self._waiter is None or lane is None or express is None or not lane.unread:
+            return
+        if express.takes(lane.unread):
+            express.write(self._gateway.take(lane))
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _on_end(self, outcome: Outcome) -> None:
         if outcome.reason is OutcomeReason.STALLED:

@@ -5,7 +5,8 @@ connection. Here both get the API's error with the headers of every answer, and 
 time of a head counts from its first byte; no answer under way, no wait for a further request is part of it.
 On HTTP/2 a connection without a request is closed when its keep-alive time is over, whatever it sends.
 
-Owns: the clock of one head. Reaches into hypercorn, like `h2_flow.py`. Called by: `serving.py`, once.
+Owns: the clock of one head. Reaches into hypercorn, like `h2_flow.py`. Used by: `express.py`, which
+installs its class with the short way added; `serving.py`, for its settings.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import logging
 import uuid
 
 import h11
-import hypercorn.protocol
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
@@ -22,11 +22,6 @@ from llm_ingress.api.errors import ApiError, head_timeout, unreadable_head
 from llm_ingress.asgi import UNBUFFERED
 
 logger = logging.getLogger(__name__)
-
-
-def install() -> None:
-    """Put the mended class where hypercorn looks for its own."""
-    vars(hypercorn.protocol)["H11Protocol"] = BoundedHeadH11
 
 
 class HeadSettings(Config):

@@ -25,6 +25,7 @@ from llm_ingress.dialects import DIALECTS, Dialect
 from llm_ingress.errors import ConfigError, RefusalReason
 from llm_ingress.exchange import Exchange
 from llm_ingress.gateway import Gateway, GatewaySnapshot, WorkerSnapshot
+from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Heartbeat, ModelCard
 
@@ -72,6 +73,7 @@ class Public:
         )
         self._status = _Status(gateway, self._bodies)
         self._site = _site(self._status, routes)
+        self._relays = Relays()
         self._is_draining = False
         self._n_exchanges = 0
 
@@ -118,7 +120,8 @@ class Public:
     async def _exchange(self, dialect: Dialect, call: Call) -> None:
         self._n_exchanges += 1
         try:
-            await Exchange(self._gateway, self._tenancy, dialect, call).run(self._bodies)
+            exchange = Exchange(self._gateway, self._relays, self._tenancy, dialect, call)
+            await exchange.run(self._bodies)
         finally:
             self._n_exchanges -= 1
 

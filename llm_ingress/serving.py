@@ -15,11 +15,12 @@ from pathlib import Path
 import hypercorn.asyncio
 from hypercorn.config import Config as HypercornConfig
 
-from llm_ingress import h1_head, h2_flow, tls_memory
+from llm_ingress import express, h2_flow, tls_memory
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway
+from llm_ingress.h1_head import HeadSettings
 from llm_ingress.public import Public
 from llm_ingress.tls import LiveContext, follow, public_context
 
@@ -111,9 +112,9 @@ async def serve(
     app: Public, gateway: Gateway, listener: Listener, config: ServingConfig, drain: Drain
 ) -> None:
     """Serve on an open socket until the drain is over. Takes the socket over, and follows its certificate."""
-    h1_head.install()
     h2_flow.install()
     tls_memory.install()
+    express.install()
     print(f"Serving on {listener.url}", flush=True)
     stop = asyncio.Event()
     settings = _hypercorn_settings(listener, config.head_timeout_s)
@@ -186,7 +187,7 @@ async def _tick(gateway: Gateway) -> None:
             logger.exception("a tick of the gateway failed")
 
 
-class _Settings(h1_head.HeadSettings):
+class _Settings(HeadSettings):
     """Hypercorn's configuration with our TLS context; its own would keep the first certificate."""
 
     tls: LiveContext | None = None

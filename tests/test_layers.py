@@ -38,7 +38,12 @@ FENCES = {
     "huggingface_hub": ("llm_engine/download.py",),
     "starlette": ("llm_ingress/public.py", "llm_serve/"),
     "aiohttp": ("llm_ingress/control.py", "llm_worker/remote.py", "llm_worker/health.py"),
-    "hypercorn": ("llm_ingress/serving.py", "llm_ingress/h1_head.py", "llm_ingress/h2_flow.py"),
+    "hypercorn": (
+        "llm_ingress/serving.py",
+        "llm_ingress/express.py",
+        "llm_ingress/h1_head.py",
+        "llm_ingress/h2_flow.py",
+    ),
     "argparse": (
         "llm_engine/cli.py",
         "llm_ingress/cli.py",
