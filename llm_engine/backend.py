@@ -4,6 +4,7 @@ Owns: the llama context and the batch. Thread: step thread only, after `create`.
 Called by: `loop.py`.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
 
 from llm_engine import llama
@@ -51,7 +52,10 @@ class LlamaBackend:
                 reason = errors[-1] if errors else "no reason given"
                 raise ModelError(str(model.path), f"no context of {params.n_ctx} tokens: {reason}")
         backend = cls(model, context, params)
-        backend._warm_up()
+        # In a thread that ends: OpenMP keeps a team for every thread that ever computed, and with a second
+        # team alive the threads of a step no longer spin at their barriers but sleep, a tenth of its speed.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(backend._warm_up).result()
         return backend
 
     def run(self, plan: Plan) -> llama.Logits:

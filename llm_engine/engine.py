@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -54,9 +54,12 @@ class Engine:
         self._n_inflight = 0
         self._n_preparing = 0
         self._closed = False
+        self._watch: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
         scheduler = Scheduler(info.max_inflight, model)
-        budget = Budget(config.batch_size, info.max_inflight)
-        self._loop = Loop(backend, scheduler, budget, self._deliver)
+        budget = Budget(
+            config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
+        )
+        self._loop = Loop(backend, scheduler, budget, self._deliver, self._admission_changed)
         self._thread = threading.Thread(target=self._run, name="llm-engine-step", daemon=True)
         self._thread.start()
 
@@ -115,16 +118,21 @@ class Engine:
     def capacity(self) -> Capacity:
         """How busy the engine is now."""
         stats, inflight = self._loop.stats, self._n_inflight
+        n_admissible = 0 if self._closed else min(self.info.max_inflight, stats.n_admissible)
         return Capacity(
             inflight=inflight,
             decoding=stats.n_decoding,
             max_inflight=self.info.max_inflight,
-            available_slots=0 if self._closed else max(0, self.info.max_inflight - inflight),
+            available_slots=max(0, n_admissible - inflight),
             step_ms=stats.step_ms,
             step_age_s=time.monotonic() - stats.ended_at if stats.ended_at else 0.0,
             kv_promised_tokens=stats.kv_promised_tokens,
             tokens_per_second=stats.tokens_per_second,
         )
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` on the running event loop whenever step times change what is available."""
+        self._watch = (asyncio.get_running_loop(), on_change)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Take nothing new and wait for what runs; False if some still did after `timeout_s`."""
@@ -180,6 +188,13 @@ class Engine:
                 self._loop.commands.put(SetPaused(mailbox, True))
             case Control.RESUME:
                 self._loop.commands.put(SetPaused(mailbox, False))
+
+    def _admission_changed(self) -> None:
+        """Tell who watches. Thread: step thread."""
+        if self._watch is not None:
+            loop, on_change = self._watch
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(on_change)
 
     def _deliver(self, events: list[Addressed]) -> None:
         """Hand a step's events over. Thread: step thread."""

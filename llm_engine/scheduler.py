@@ -81,10 +81,13 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
-    def admit(self, now: float) -> list[Addressed]:
-        """Give free slots to waiting sequences; a continuation that was complete already ends here."""
+    def admit(self, now: float, n_admissible: int) -> list[Addressed]:
+        """Give free slots to waiting sequences, so that at most `n_admissible` run.
+
+        A continuation that was complete already ends here.
+        """
         events: list[Addressed] = []
-        while self._waiting and self._free:
+        while self._waiting and self._free and self.n_running < n_admissible:
             sequence = self._waiting.popleft()
             sequence.seq_id = heappop(self._free)
             sequence.admitted_at = now
@@ -130,6 +133,11 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         n_decoding = sum(s.is_decoding for s in active)
         return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that hold a slot, paused ones too."""
+        return len(self._running)
 
     @property
     def kv_promised_tokens(self) -> int:

@@ -97,6 +97,7 @@ class Worker:
 
     def start(self) -> None:
         """Present the worker to its rings and begin to pull."""
+        self._engine.watch(self._offer)
         for ring in self._rings:
             ring.attach(self._hello, self)
         self._beat()

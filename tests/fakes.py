@@ -118,6 +118,7 @@ class FakeEngine:
         self.is_closed = False
         self.step_age_s = 0.0
         self.n_withheld = 0  # slots, while step time is over its target
+        self._on_change: Callable[[], None] = lambda: None
         self.n_waiting_max = 0
         self.before_prepare: Callable[[], None] = lambda: None  # on the preparation thread
 
@@ -154,6 +155,14 @@ class FakeEngine:
             kv_promised_tokens=sum(generation.prepared.max_tokens for generation in self.running),
             tokens_per_second=0.0,
         )
+
+    def watch(self, on_change: Callable[[], None], /) -> None:
+        self._on_change = on_change
+
+    def withhold(self, n_slots: int) -> None:
+        """Let step times allow `n_slots` fewer than there are."""
+        self.n_withheld = n_slots
+        self._on_change()
 
     def step(self, n_steps: int = 1) -> None:
         """Let every generation that is not paused say its next token."""

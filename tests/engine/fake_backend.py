@@ -4,6 +4,7 @@ The backend keeps its own record of every slot's cells and refuses what llama.cp
 so a scheduler that plans a gap, a reuse of a dirty slot or too large a batch fails here too.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class FakeBackend:
         self.cells: dict[int, list[int]] = {}
         self.plans: list[list[tuple[int, int]]] = []  # (seq_id, tokens) of each slice of each step
         self.fail_next = False
+        self.token_s = 0.0  # how long a token takes to compute
         self.closed = False
 
     def run(self, plan: Plan) -> Logits:
@@ -64,6 +66,7 @@ class FakeBackend:
             raise BackendError("made to fail")
         n_tokens = sum(part.n_tokens for part in plan.slices)
         assert 0 < n_tokens <= self.n_batch, f"{n_tokens} tokens in a batch of {self.n_batch}"
+        time.sleep(self.token_s * n_tokens)
         rows = [self._compute(part.sequence.slot, part) for part in plan.slices]
         self.plans.append([(part.sequence.slot, part.n_tokens) for part in plan.slices])
         wanted = [row for row in rows if row is not None]

@@ -191,6 +191,26 @@ def test_a_failed_step_fails_its_sequences_and_the_next_request_works(
         assert text_of(list(engine.submit(ask("hello")))) == "hello"
 
 
+async def test_a_step_over_its_target_admits_nobody_and_says_so_at_once() -> None:
+    with running(forever, n_ctx=100_000, max_tokens=90_000, max_inflight=8, target_step_ms=22) as (
+        engine,
+        backend,
+    ):
+        backend.token_s = 0.005
+        changed = asyncio.Event()
+        engine.watch(changed.set)
+        first = engine.submit(ask("go"))
+        await changed.wait()
+        others = [engine.submit(ask("go")) for _ in range(7)]
+        for _ in range(30):
+            await anext(first)
+        assert 1 < max(map(len, backend.plans)) <= 4
+        assert engine.capacity().available_slots == 0
+        first.close()
+        for generation in others:
+            generation.close()
+
+
 def test_the_waiting_list_is_bounded_and_counts_as_inflight() -> None:
     with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
         held = [engine.submit(ask("go")) for _ in range(8)]

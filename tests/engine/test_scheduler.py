@@ -30,7 +30,7 @@ def scheduler(*sequences: Sequence, n_slots: int = 4) -> Scheduler:
     made = Scheduler(n_slots, ByteVocabulary())
     for each in sequences:
         made.enqueue(each)
-    made.admit(now=1.0)
+    made.admit(now=1.0, n_admissible=n_slots)
     return made
 
 
@@ -48,7 +48,7 @@ def test_plan_serves_every_running_sequence_before_any_prefill() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     turn(made, ord("x"))
     made.enqueue(sequence("long", n_prompt=50))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert shape(made.plan(10)) == [("a", 1), ("b", 1), ("long", 10)]
     assert shape(made.plan(0)) == [("a", 1), ("b", 1)]
 
@@ -76,7 +76,7 @@ def test_sequences_beyond_the_slots_wait_and_join_when_one_leaves() -> None:
     made = scheduler(sequence("a", max_tokens=1), sequence("b"), sequence("c"), n_slots=2)
     assert {key for key, _ in shape(made.plan(100))} == {"a", "b"}
     turn(made, ord("x"))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert {key for key, _ in shape(made.plan(100))} == {"b", "c"}
 
 
@@ -115,7 +115,7 @@ def test_slices_come_in_the_order_of_their_slots_and_low_slots_are_used_first() 
     turn(made, ord("x"))
     for key in ("new", "newer"):
         made.enqueue(sequence(key))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert [part.sequence.slot for part in made.plan(100).slices] == [0, 1, 2, 3]
     assert [part.sequence.key for part in made.plan(100).slices] == ["new", "1", "newer", "3"]
 
@@ -126,7 +126,7 @@ def test_freed_slots_are_named_once_and_reused() -> None:
     assert made.take_freed() == [0]
     assert made.take_freed() == []
     made.enqueue(sequence("b"))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert made.plan(10).slices[0].sequence.seq_id == 0
 
 
@@ -173,7 +173,18 @@ def test_a_continuation_computes_its_progress_and_sends_only_what_follows() -> N
 def test_a_continuation_that_was_complete_ends_at_once() -> None:
     made = Scheduler(1, ByteVocabulary())
     made.enqueue(sequence("a", resumed=b"hello", max_tokens=5))
-    ((_, finished),) = made.admit(now=1.0)
+    ((_, finished),) = made.admit(now=1.0, n_admissible=4)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.n_completion) == (StopReason.LENGTH, 5)
     assert not made.all_sequences()
+
+
+def test_no_more_run_than_are_admissible_and_the_rest_wait_for_their_turn() -> None:
+    made = Scheduler(4, ByteVocabulary())
+    for key in ("a", "b", "c"):
+        made.enqueue(sequence(key, max_tokens=1))
+    made.admit(now=1.0, n_admissible=2)
+    assert made.n_running == 2
+    turn(made, ord("x"))
+    made.admit(now=3.0, n_admissible=2)
+    assert [part.sequence.key for part in made.plan(100).slices] == ["c"]

@@ -137,8 +137,9 @@ async def test_no_more_is_offered_than_the_engine_admits_and_preparations_count_
             assert worker.n_free == 1
         await running(ring, engine, 1)
         assert worker.n_free == 1
-        engine.n_withheld = 3
+        engine.withhold(3)
         assert worker.n_free == 0
+        assert ring.credits[-1] == 0
         assert only(ring.grant(chat_grant("b", lane_id=2))) == Released()
 
 
