@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from llm_ingress.draining import SECOND_THOUGHT_S
 from tests.network.chat import Chat, ask, sdk_of
 from tests.network.fleet import LOOPBACK, MODEL, Fleet, Ingress, Process
 
@@ -94,6 +95,7 @@ async def test_a_second_signal_ends_a_worker_at_once_and_its_stream_goes_on_else
     worker = fleet.holder(ingress)
     worker.signal(signal.SIGTERM)
     await worker.until_says("drains: 1 lanes open")
+    await asyncio.sleep(SECOND_THOUGHT_S)
     worker.signal(signal.SIGINT)
     assert await worker.exit_status() == 130
     assert (await chat.rest()).text == undisturbed.text
