@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from llm_ingress.draining import SECOND_THOUGHT_S
 from tests.network.chat import Chat, ask, sdk_of
 from tests.network.conftest import PATIENCE_S
 from tests.network.fleet import LOOPBACK, MODEL, Fleet, Ingress, Process
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.model
 
 STORY = "Tell a story about a lighthouse."
 N_TOKENS = 64  # the prompt is 40 more: within the cells for which the same text is promised
+N_LONG = 150  # still running when a second signal counts
 SLACK_S = 2.0  # beyond the timeouts that were asked for
 
 
@@ -95,13 +97,14 @@ async def test_a_worker_told_to_end_finishes_its_stream_claims_nothing_more_and_
 async def test_a_second_signal_ends_a_worker_at_once_and_its_stream_goes_on_elsewhere(
     pair: Standing,
 ) -> None:
-    undisturbed = await pair.undisturbed(STORY, max_tokens=N_TOKENS)
+    undisturbed = await pair.undisturbed(STORY, max_tokens=N_LONG)
     async with sdk_of(pair.ingress) as sdk:
-        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_LONG)
         await chat.read(5)
         worker = pair.holder()
         worker.signal(signal.SIGTERM)
         await worker.until_says("drains: 1 lanes open")
+        await asyncio.sleep(SECOND_THOUGHT_S)
         worker.signal(signal.SIGINT)
         assert await worker.exit_status() == 130
         assert (await chat.rest()).text == undisturbed.text
