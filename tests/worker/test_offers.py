@@ -85,6 +85,15 @@ def test_slots_are_granted_once_and_in_turn_where_every_ring_has_requests_waitin
     assert [taken.count(ring) for ring in range(n_rings)] == [n_slots] * n_rings
 
 
+def test_the_last_slot_is_offered_in_turn_where_every_ring_has_granted_just_now() -> None:
+    rings = Rings(2, 2)
+    for ring in (0, 1):
+        assert rings.grant(ring)
+    assert rings.free() == [1, 0]
+    rings.now += LATER
+    assert rings.share() == [1, 1]
+
+
 def test_a_ring_with_requests_waiting_is_offered_everything_beside_one_that_has_none() -> None:
     rings = Rings(2, 0)
     rings.grant(0, had_waited=True)
