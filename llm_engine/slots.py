@@ -6,8 +6,8 @@ that instead, and takes a copy. So a prefix is computed once, however many ask f
 
 Which slot: the one with most neighbours in use, because llama.cpp splits a batch wherever its sequence
 numbers have a hole, in every step, while cells are moved once, a thousand times faster than they are
-computed. Among equals: the slot in which the prompt's beginning lies, if little else is lost with it; else one
-that holds nothing worth keeping; else the least recently used, whose cells go to host memory first.
+computed. Among equals: the slot in which the prompt's beginning lies, if little else is lost with it; else
+one that holds nothing worth keeping; else the least recently used, whose cells go to host memory first.
 
 Owns: the slots and their runs. Acts on cells through `Cells`, at once. Called by: `scheduler.py`.
 """
