@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("engine", "http", "relay", "ring")
+NAMES = ("engine", "http", "prefix", "relay", "ring")
 
 
 def main() -> int:
