@@ -68,7 +68,7 @@ class World:
 
     def step(self, n_prompt_tokens: int = 64) -> bool:
         """One turn; whether anything was computed."""
-        events = self.scheduler.admit(now=1.0)
+        events = self.scheduler.admit(now=1.0, n_admissible=len(self.backend.slots))
         plan = self.scheduler.plan(n_prompt_tokens)
         if plan.slices:
             rows = self.backend.run(plan)
