@@ -94,7 +94,7 @@ class Scheduler:
             self._running[sequence.key] = sequence
             if sequence.n_generated:
                 events += self._resume(sequence, now)
-        self._slots.start_ready()
+        self._slots.start_ready(gently=self.load().n_decoding > 0)
         return events
 
     def cancel(self, key: Hashable, now: float) -> list[Addressed]:

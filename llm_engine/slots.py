@@ -105,6 +105,7 @@ class Slots:
         self._slots = [Slot(seq_id, Run()) for seq_id in range(n_slots)]
         self._held: dict[Sequence, Slot] = {}  # in order of their claims
         self._n_released = 0
+        self._n_moves = 0  # times that cells were copied, saved or restored
 
     @property
     def has_free(self) -> bool:
@@ -119,9 +120,15 @@ class Slots:
         sequence.seq_id = slot.seq_id
         self._held[sequence] = slot
 
-    def start_ready(self) -> None:
-        """Start whoever has nothing better to wait for."""
+    def start_ready(self, *, gently: bool = False) -> None:
+        """Start whoever has nothing better to wait for.
+
+        `gently`, because streams are running: once cells were moved, the rest start with the next step.
+        """
+        n_moves = self._n_moves
         for sequence, slot in self._held.items():
+            if gently and self._n_moves > n_moves:
+                break
             if not slot.is_started and not (slot.waits_for and slot.waits_for.is_on):
                 self._start_or_wait(slot, sequence)
 
@@ -235,6 +242,7 @@ class Slots:
     def _brought(self, slot: Slot, source: Source) -> Run | None:
         """The source's run, in `slot` and cut for the prompt; None if llama.cpp does not take it."""
         place = source.place
+        self._n_moves += place is not slot
         try:
             if isinstance(place, Saved):
                 self._cells.restore(slot.seq_id, place.state)
@@ -315,6 +323,7 @@ class Slots:
                 state = self._cells.fetch(slot.seq_id, checkpoint=checkpoint)
             except BackendError:  # not kept, then
                 return
+            self._n_moves += 1
             self._host.add(Saved(run, state))
 
 

@@ -245,6 +245,19 @@ def test_cells_move_so_that_the_slots_in_use_lie_together() -> None:
     assert world.sequences["b"].n_cached == 100
 
 
+def test_beside_running_streams_cells_are_moved_for_one_request_a_step() -> None:
+    world = World(n_slots=8)
+    system = words(1, 100)
+    world.ask("stream", [*system, *words(2, 20)], max_tokens=500)
+    for _ in range(5):
+        world.step()
+    for i in range(3):
+        world.ask(f"{i}", [*system, *words(10 + i, 20)], max_tokens=1)
+    for n_copies in (1, 2, 3):
+        world.step(1000)
+        assert world.backend.moves == ["copy"] * n_copies
+
+
 def test_cells_that_moved_leave_their_old_slot_empty() -> None:
     world = World(n_slots=4)
     for i in range(4):
