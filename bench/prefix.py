@@ -118,7 +118,7 @@ def _last_first_ms(turns: list[dict[str, Any]]) -> float:
 
 async def _conversation(engine: Engine) -> list[Turn]:
     chat: list[Message] = []
-    question = _text(engine, HISTORY_TOKENS)
+    question = _text(engine, min(HISTORY_TOKENS, engine.info.n_ctx * 3 // 4))
     turns = []
     for i in range(N_TURNS):
         turns.append(await _say(engine, chat, question, f"turn {i + 1}"))
