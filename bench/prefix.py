@@ -23,6 +23,7 @@ from llm_engine.engine import Engine
 from llm_engine.generation import Delta, Finished, GenerateRequest, Message
 from llm_engine.sampling import SamplingParams
 
+HEADER = ("load", "turn", "tokens", "anew", "TTFT p50 ms", "anew", "last ms", "anew", "last / anew")
 HISTORY_TOKENS, N_TURNS = 2000, 4
 SYSTEM_TOKENS, N_AT_ONCE = 1000, 16
 TALK_TOKENS, N_TALKS = 400, 8
@@ -47,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
     results = {name: _compare(args, *LOADS[name]) for name in args.loads}
     print()
     rows = [row for name, runs in results.items() for row in _rows(name, runs)]
-    print_table(
-        ("load", "first tokens", "computed", "anew", "last first token ms", "anew ms", "reused / anew"), rows
-    )
+    print_table(HEADER, rows)
     write_json(args.json, "prefix", vars(args), results)
     return 0
 
@@ -89,24 +88,25 @@ def _rows(load: str, runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [(load, name, *_figures(name, runs)) for name in names]
 
 
-def _figures(name: str, runs: list[dict[str, Any]]) -> tuple[str, ...]:
-    def of(mode: str, figure: Callable[[list[dict[str, Any]]], float]) -> list[float]:
-        return [figure([turn for turn in run[mode] if turn["name"] == name]) for run in runs]
-
-    computed, computed_anew = of("reused", _n_computed), of("anew", _n_computed)
-    last, last_anew = of("reused", _last_first_ms), of("anew", _last_first_ms)
-    ratios = [a / b for a, b in zip(last, last_anew, strict=True)]
-    return (
-        f"{statistics.median(computed):.0f}",
-        f"{statistics.median(computed_anew):.0f}",
-        spread(last, 0),
-        spread(last_anew, 0),
-        spread(ratios, 3),
-    )
+def _figures(name: str, runs: list[dict[str, Any]]) -> list[str]:
+    """What is computed, and the median and the last first token of a run: reused and anew."""
+    turns = {
+        mode: [[turn for turn in run[mode] if turn["name"] == name] for run in runs]
+        for mode in ("reused", "anew")
+    }
+    figures = [f"{statistics.median(map(_n_computed, turns[mode])):.0f}" for mode in turns]
+    for first_ms in (_median_first_ms, _last_first_ms):
+        figures += [spread([first_ms(run) for run in turns[mode]], 0) for mode in turns]
+    pairs = zip(turns["reused"], turns["anew"], strict=True)
+    return [*figures, spread([_last_first_ms(a) / _last_first_ms(b) for a, b in pairs], 3)]
 
 
 def _n_computed(turns: list[dict[str, Any]]) -> float:
     return float(sum(turn["n_prompt"] - turn["n_cached"] for turn in turns))
+
+
+def _median_first_ms(turns: list[dict[str, Any]]) -> float:
+    return float(1000 * statistics.median(turn["first_s"] for turn in turns))
 
 
 def _last_first_ms(turns: list[dict[str, Any]]) -> float:
