@@ -74,7 +74,7 @@ class BareLoop:
             n_tokens += len(last)
         ended = time.perf_counter()
         for seq_id in range(len(prompts)):
-            llama.drop_cells(self._context, seq_id, self._params.n_seq_max)
+            llama.cut_cells(self._context, seq_id, 0)
         return BareRun(n_tokens, prefilled - started, ended - prefilled, n_tokens - len(prompts))
 
     def _prefill(self, seq_id: int, prompt: Sequence[int]) -> int:

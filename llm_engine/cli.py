@@ -23,6 +23,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_model_flags(parser.add_argument_group("model"))
     engine = parser.add_argument_group("engine")
     _add_batching_flags(engine)
+    _add_reuse_flags(engine)
     _add_llama_flags(engine)
 
 
@@ -84,6 +85,21 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_reuse_flags(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--cache-ram-mib",
+        type=int,
+        default=2048,
+        metavar="MIB",
+        help="host memory for the KV of prompts whose slot was taken; 0 for none (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--no-cache-prompt",
+        action="store_true",
+        help="compute every prompt anew, whatever earlier ones had in common with it",
+    )
+
+
 def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: every core)")
     engine.add_argument(
@@ -140,6 +156,8 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
         batch_size=args.batch_size,
         target_step_ms=args.target_step_ms,
         prefill_chunk=args.prefill_chunk,
+        cache_prompt=not args.no_cache_prompt,
+        cache_ram_mib=args.cache_ram_mib,
     )
 
 

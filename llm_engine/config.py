@@ -17,6 +17,7 @@ _RANGES = {
     "threads": (1, 1024),
     "n_gpu_layers": (-1, 10_000),
     "batch_size": (1, 1 << 16),
+    "cache_ram_mib": (0, 1 << 24),
 }
 _CHOICES = {
     "flash_attn": ("auto", "on", "off"),
@@ -48,6 +49,8 @@ class EngineConfig:
     cache_type_v: str = "f16"
     mlock: bool = False
     batch_size: int = 512  # tokens in one step at most
+    cache_prompt: bool = True  # begin a prompt with what earlier ones had in common with it
+    cache_ram_mib: int = 2048  # host memory for cells whose slot another request took; 0: none
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -31,12 +31,14 @@ from llm_engine.generation import (
 )
 from llm_engine.gguf import ModelFile
 from llm_engine.header import check_header
+from llm_engine.hostcache import HostCache
 from llm_engine.info import Capacity, EngineInfo
 from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
 from llm_engine.model import Model
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Slots
 from llm_engine.text import TextAssembler
 from llm_engine.trial import try_load
 
@@ -56,7 +58,7 @@ class Engine:
         self._n_preparing = 0
         self._closed = False
         self._watch: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
-        scheduler = Scheduler(info.max_inflight, model)
+        scheduler = Scheduler(_slots(model, backend, config), model)
         budget = Budget(
             config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
         )
@@ -76,8 +78,9 @@ class Engine:
         try_load(file.path)
         model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
         n_ctx = min(config.ctx_size, model.n_ctx_train)
-        backend = LlamaBackend.create(model, context_params(config, n_ctx))
-        return cls(model, backend, config, _describe(model, file, config, n_ctx))
+        info = _describe(model, file, config, n_ctx)
+        backend = LlamaBackend.create(model, context_params(config, n_ctx), info.fingerprint)
+        return cls(model, backend, config, info)
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Template and tokenise a request, and clamp its `max_tokens` to the room left.
@@ -244,6 +247,16 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def _slots(model: Model, backend: Backend, config: EngineConfig) -> Slots:
+    return Slots(
+        config.n_slots,
+        backend,
+        HostCache(config.cache_ram_mib << 20),
+        is_end_of_turn=model.is_end_of_generation,
+        reuses=config.cache_prompt,
+    )
 
 
 def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:

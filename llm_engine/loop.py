@@ -103,19 +103,16 @@ class Loop:
         ended = EngineClosed("the engine has ended")
         events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
         self._deliver(events)
-        self._drop_freed()
         self._backend.close()
 
     def step(self) -> tuple[list[Addressed], bool]:
         """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
         events = self._drain_commands()
         events += self._scheduler.admit(self._clock(), self._n_admissible())
-        self._drop_freed()
         plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
         if not plan.slices:
             return events, False
         events += self._compute(plan)
-        self._drop_freed()
         return events, True
 
     def _compute(self, plan: Plan) -> list[Addressed]:
@@ -149,10 +146,6 @@ class Loop:
             case Close():
                 self._closing = True
         return []
-
-    def _drop_freed(self) -> None:
-        for seq_id in self._scheduler.take_freed():
-            self._backend.drop(seq_id)
 
     def _n_admissible(self) -> int:
         n_prompts = self._scheduler.load().n_prompts

@@ -19,7 +19,7 @@ from llm_engine.model import Model
 config = EngineConfig(model="smollm2", threads=3)
 model = Model.load(gguf.resolve(config.model).path)
 before = len(os.listdir("/proc/self/task"))
-LlamaBackend.create(model, context_params(config, 256))
+LlamaBackend.create(model, context_params(config, 256), "any")
 deadline = time.monotonic() + 5  # a thread is listed for a moment after it was joined
 while (after := len(os.listdir("/proc/self/task"))) > before and time.monotonic() < deadline:
     time.sleep(0.01)

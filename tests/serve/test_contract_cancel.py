@@ -73,6 +73,7 @@ async def test_a_client_that_leaves_frees_its_slot(
     server: LlmServe, prompt: str, is_reached: Callable[[Health], bool], stream: bool
 ) -> None:
     before = await server.quiet()
+    prompt = f"{stream}. {prompt}"  # of which nothing is cached yet
     async with asking(server, chat(prompt, stream=stream, max_tokens=2000)):
         await server.until(is_reached)
     await server.until(is_free, within_s=FREED_S)
