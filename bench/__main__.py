@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("claims", "engine", "http", "relay", "ring")
+NAMES = ("engine", "http", "prefix", "relay", "ring", "claims", "fairness", "parked", "balance")
 
 
 def main() -> int:

@@ -43,29 +43,29 @@ class FakeWorker:
     """Takes every lane, and writes one event to each at every step."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self._workers = gateway.workers
         self._granted: asyncio.Queue[LaneRef] = asyncio.Queue()
         self._n_granted = 0
         self._refs: list[LaneRef] = []
-        self._id = gateway.attach(
+        self._id = gateway.workers.attach(
             Hello(worker="fake", instance_id="i", model=CARD, max_inflight=MAX_STREAMS), self
         )
 
     # A source of loads.
 
     async def begin(self, load: Load) -> None:
-        self._gateway.credit(self._id, load.n_streams, self._n_granted)
+        self._workers.credit(self._id, load.n_streams, self._n_granted)
         self._refs = [await self._granted.get() for _ in range(load.n_streams)]
         for ref in self._refs:
-            self._gateway.head(self._id, ref, HEAD)
+            self._workers.head(self._id, ref, HEAD)
 
     def step(self, event: bytes) -> None:
         for ref in self._refs:
-            self._gateway.body(self._id, ref, event, b"")
+            self._workers.body(self._id, ref, event, b"")
 
     def end(self) -> None:
         for ref in self._refs:
-            self._gateway.end(self._id, ref, END)
+            self._workers.end(self._id, ref, END)
 
     # What the gateway says.
 

@@ -1,7 +1,8 @@
-"""Who gets which lane: the queue of waiting lanes per model, and the choice among workers with credit.
+"""Who gets which lane: the queue of waiting lanes per model, the choice among workers with credit, and whose
+lane gives way when no place is left.
 
 Owns: the order of the waiting lanes, and the names models go by. Decides, and acts on nothing.
-Called by: `gateway.py`, which claims what is chosen here.
+Called by: `placement.py`, which claims what is chosen here.
 
 Order within a model: lanes that come back from a worker first, oldest first; then tenants in turn, and first
 come first served within a tenant. Taking the next fresh lane costs the same however many wait.
@@ -16,6 +17,7 @@ from operator import attrgetter
 
 from llm_ingress.lanes import Lane
 from llm_ingress.leases import WorkerView
+from llm_ingress.shares import Shares
 from llm_ingress.wire import ModelCard
 
 by_admission = attrgetter("id")
@@ -27,8 +29,7 @@ def suits(worker: WorkerView, lane: Lane) -> bool:
     An answer that has begun can only be continued where the same tokens give the same text.
     """
     return (
-        worker.is_live
-        and not worker.is_draining
+        worker.is_able
         and worker.card.name == lane.model
         and (not lane.progress or worker.card.fingerprint == lane.fingerprint)
     )
@@ -79,6 +80,11 @@ class ModelQueue:
         del lanes[lane.id]
         if not lanes:
             del self._tenants[tenant]
+
+    def newest_of(self, tenant: str) -> Lane | None:
+        """Return the fresh lane of a tenant that came last."""
+        lanes = self._tenants.get(tenant)
+        return next(reversed(lanes.values())) if lanes else None
 
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the lane whose turn it is among those this worker can take."""
@@ -150,8 +156,20 @@ class Dispatch:
         """Take a waiting lane out of its queue."""
         self._queues[lane.model].withdraw(lane)
 
+    def gives_way(self, tenant: str, shares: Shares) -> Lane | None:
+        """Return the waiting lane whose place one more lane of `tenant` should have; None if none should.
+
+        It is the newest of the tenant with most places, and only if that tenant still has no fewer without it
+        than the other then has. A lane that came back from a worker keeps its place.
+        """
+        for richer in shares.above(shares.of(tenant) + 1):
+            lanes = [lane for queue in self._queues.values() if (lane := queue.newest_of(richer))]
+            if lanes:
+                return max(lanes, key=by_admission)
+        return None
+
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the next lane for a worker; None if it has no credit or nothing it can take waits."""
-        if worker.credit == 0 or worker.is_draining or not worker.is_live:
+        if worker.credit == 0 or not worker.is_able:
             return None
         return self._queues[worker.card.name].pop_for(worker)

@@ -9,6 +9,7 @@ there, so whatever fails until then is a real status. After it, a failure is the
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 
 from llm_ingress.api import errors as api
 from llm_ingress.api.errors import ApiError
@@ -17,6 +18,7 @@ from llm_ingress.bodies import Bodies
 from llm_ingress.dialects import Dialect
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
+from llm_ingress.media import check_media
 from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Head
@@ -29,6 +31,7 @@ FORWARDED_FOR = b"x-forwarded-for"
 
 _REFUSALS = {
     OutcomeReason.QUEUE_TIMEOUT: RefusalReason.QUEUE_TIMEOUT,
+    OutcomeReason.DISPLACED: RefusalReason.RING_FULL,
     OutcomeReason.NO_WORKERS: RefusalReason.NO_WORKERS,
     OutcomeReason.DRAIN_ENDED: RefusalReason.DRAINING,
 }
@@ -47,7 +50,6 @@ class Exchange:
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._began_at = time.monotonic()
-        self._first_at: float | None = None
         self._lane: Lane | None = None
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -59,7 +61,7 @@ class Exchange:
     async def run(self, bodies: Bodies) -> None:
         """Read, admit, answer."""
         try:
-            self._check_content_type()
+            check_media(self._call.header(b"content-type"), self._call.headers(b"content-encoding"))
             body = await bodies.read(self._call)
         except ClientLeft:
             return
@@ -75,13 +77,6 @@ class Exchange:
             return
         del body  # the lane keeps it
         await self._serve(lane)
-
-    def _check_content_type(self) -> None:
-        content_type = self._call.header(b"content-type")
-        if content_type is not None:
-            media_type = content_type.partition(";")[0].strip().lower()
-            if media_type != "application/json" and not media_type.endswith("+json"):
-                raise api.wrong_content_type(content_type)
 
     def _open_lane(self, body: bytes) -> Lane:
         """Take a place in the ring. Raises: ApiError."""
@@ -134,7 +129,6 @@ class Exchange:
 
     async def _relay(self, lane: Lane, head: Head) -> None:
         """Pass a stream on, as it comes. Most of it goes by the short way, while this waits."""
-        self._first_at = time.monotonic()
         await self._call.start(head.status, (*head.headers, _lane_header(lane)))
         self._express = self._call.express
         while True:
@@ -153,7 +147,6 @@ class Exchange:
         pieces = []
         while lane.outcome is None or lane.unread:
             if lane.unread:
-                self._first_at = self._first_at or time.monotonic()
                 pieces.append(self._gateway.take(lane))
             else:
                 await self._change()
@@ -249,22 +242,23 @@ class Exchange:
         )
 
     def _log_end(self, lane: Lane) -> None:
-        now = time.monotonic()
-        outcome = lane.outcome
-        end = outcome.end if outcome is not None else None
         logger.info(
-            "request %s lane %d: model=%s n_prompt=%d n_cached=%d n_out=%d"
-            " ttft_ms=%.0f total_ms=%.0f outcome=%s",
+            "request %s lane %d: model=%s %s total_ms=%.0f outcome=%s",
             self._call.request_id,
             lane.id,
             lane.model,
-            end.n_prompt if end else 0,
-            end.n_cached if end else 0,
-            end.n_completion if end else 0,
-            ((self._first_at or now) - self._began_at) * 1000,
-            (now - self._began_at) * 1000,
-            outcome.reason if outcome else "fault",
+            " ".join(f"{name}={value:.0f}" for name, value in self._account(lane) if value is not None),
+            (time.monotonic() - self._began_at) * 1000,
+            lane.outcome.reason if lane.outcome else "fault",
         )
+
+    def _account(self, lane: Lane) -> Iterator[tuple[str, float | None]]:
+        """Yield what is known of the answer: by the worker's END, or by the progress it made."""
+        end = lane.outcome.end if lane.outcome else None
+        yield "n_prompt", end.n_prompt if end else lane.tally.n_prompt
+        yield "n_cached", end.n_cached if end else None
+        yield "n_out", end.n_completion if end else lane.tally.n_generated
+        yield "ttft_ms", lane.first_token_at and (lane.first_token_at - self._began_at) * 1000
 
 
 def _is_stream(head: Head) -> bool:

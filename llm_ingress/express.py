@@ -19,11 +19,11 @@ from h2.exceptions import ProtocolError
 from hypercorn.events import Event
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Response, StreamClosed
-from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 
 from llm_ingress.asgi import EXPRESS, Express
+from llm_ingress.h1_head import BoundedHeadH11
 from llm_ingress.h2_flow import FlowControlledH2
 
 
@@ -33,7 +33,7 @@ def install() -> None:
     vars(hypercorn.protocol)["H2Protocol"] = ExpressH2
 
 
-class ExpressH11(H11Protocol):
+class ExpressH11(BoundedHeadH11):
     """An HTTP/1.1 connection and the short way for its answer, beside which nothing else writes."""
 
     def __init__(self, *args: Any) -> None:

@@ -1,16 +1,19 @@
 """A lane: one admitted public request, its state, its two bounded buffers, and the pool it takes a place in.
 
 Owns: what clients have not read yet, what another worker would need to continue, and every place of the ring.
-Touched by: `gateway.py` only, on the event loop. The HTTP surface reads a lane's `state`, `head`, `unread`
-and `outcome`, and changes nothing.
+Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. The HTTP surface reads a lane's
+`state`, `head`, `unread` and `outcome`, and changes nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from llm_ingress.errors import IllegalMove
+from llm_ingress.records import Tally, tally
+from llm_ingress.shares import Shares
 from llm_ingress.wire import End, Head, LaneRef
 
 
@@ -58,6 +61,7 @@ class OutcomeReason(StrEnum):
     WORKER_LOST = "worker_lost"  # its worker is gone, and nobody can continue what the client already has
     ATTEMPTS_SPENT = "attempts_spent"
     DRAIN_ENDED = "drain_ended"
+    DISPLACED = "displaced"  # its place went to a tenant with fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +107,9 @@ class Lane:
     fingerprint: str | None = None  # of the worker that last held it
     progress: bytearray = field(default_factory=bytearray)
     alone_since: float | None = None  # waiting, and no worker there is could take it
-    claimed_at: float = 0.0  # when the newest claim began
-    is_answered: bool = False  # its holder has said something about it
+    heard_at: float = 0.0  # when its holder last said something of it, or was given it, or let go on with it
+    first_token_at: float | None = None
+    tally: Tally = field(default_factory=Tally)  # of progress no longer kept; of all, once ended without END
     _chunks: list[bytes] = field(init=False, default_factory=list)
     _is_begun: bool = field(
         init=False, default=False
@@ -157,8 +162,7 @@ class Lane:
         self.move(LaneState.CLAIMED)
         self._waited_s += now - self._waiting_since
         self.claim += 1
-        self.claimed_at = now
-        self.is_answered = False
+        self.heard_at = now
         self.fingerprint = fingerprint
         return self.ref
 
@@ -168,6 +172,7 @@ class Lane:
         self.resume(now)
         self._waiting_since = now
         self._keeps_progress = True
+        self.tally = Tally()  # what was given up is done anew
 
     def waited_s(self, now: float) -> float:
         """Return the time spent waiting so far, over all claims."""
@@ -175,14 +180,18 @@ class Lane:
             return self._waited_s + now - self._waiting_since
         return self._waited_s
 
-    def append(self, data: bytes, progress: bytes) -> None:
+    def append(self, data: bytes, progress: bytes, now: float) -> None:
         """Take answer bytes and the progress they stand for."""
+        if self.first_token_at is None and tally(progress).n_generated:
+            self.first_token_at = now
         if data:
             self._chunks.append(data)
             self.unread += len(data)
             self._is_begun = True
         if self._keeps_progress:
             self.progress += progress
+        else:
+            self.tally += tally(progress)
 
     def take(self) -> bytes:
         """Return all unread bytes, once."""
@@ -193,8 +202,13 @@ class Lane:
 
     def give_up_progress(self) -> None:
         """Keep no progress for the rest of this claim: a tail without its beginning continues nothing."""
+        self.count_progress()
         self.progress.clear()
         self._keeps_progress = False
+
+    def count_progress(self) -> None:
+        """Count what is kept, before it is dropped."""
+        self.tally += tally(bytes(self.progress))
 
     def pause(self, now: float) -> None:
         """Start the stall clock."""
@@ -204,6 +218,7 @@ class Lane:
         """Stop the stall clock; it goes on from there at the next pause."""
         self._paused_s = self.paused_s(now)
         self._paused_since = None
+        self.heard_at = now
 
     def paused_s(self, now: float) -> float:
         """Return the stall clock: all the time the lane was ever paused."""
@@ -218,6 +233,8 @@ class LanePool:
         self._open: dict[int, Lane] = {}
         self._n_accepted = 0
         self._n_ended: Counter[LaneState] = Counter()
+        self.shares = Shares()
+        self._to_visit: Iterator[int] = iter(())  # what is left of a round, by id
 
     @property
     def n_open(self) -> int:
@@ -238,12 +255,21 @@ class LanePool:
         """Return the lanes that have not ended, oldest first."""
         return self._open.values()
 
+    def visit(self, n_most: int) -> list[Lane]:
+        """Return the next lanes of a round over all that are open: all of them, if they are not more."""
+        ids = list(islice(self._to_visit, n_most))
+        if not ids:
+            self._to_visit = iter(tuple(self._open))
+            ids = list(islice(self._to_visit, n_most))
+        return [self._open[lane_id] for lane_id in ids if lane_id in self._open]
+
     def open(self, request: LaneRequest, *, model: str, on_change: Callable[[], None], now: float) -> Lane:
         """Take a place."""
         assert not self.is_full, f"{len(self._open)} of {self._n_places} places are taken"
         self._n_accepted += 1
         lane = Lane(id=self._n_accepted, request=request, model=model, on_change=on_change, opened_at=now)
         self._open[lane.id] = lane
+        self.shares.take(request.tenant)
         return lane
 
     def end(self, lane: Lane, outcome: Outcome) -> None:
@@ -253,8 +279,11 @@ class LanePool:
         """
         lane.move(outcome.state)
         lane.outcome = outcome
+        if outcome.end is None:  # with an END, the worker's own count is there
+            lane.count_progress()
         lane.progress.clear()
         del self._open[lane.id]
+        self.shares.give_back(lane.request.tenant)
         self._n_ended[outcome.state] += 1
 
     def n_by_state(self) -> dict[LaneState, int]:

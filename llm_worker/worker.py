@@ -1,8 +1,8 @@
 """The worker: how many lanes it takes, from which rings, and what becomes of them.
 
-It pulls: every ring is offered all that is free, and the moment a place is taken or given back each hears the
-new number. A grant that crosses such a message is released. Parsing, templating and tokenising happen on the
-preparation thread; what takes too long there fails alone.
+It pulls: what is free is offered to its rings (`offers.py`), and the moment a place is taken or given back
+each hears its new number. A grant that crosses such a message is released. Parsing, templating and tokenising
+happen on the preparation thread; what takes too long there fails alone.
 
 Owns: the open jobs and the free places. Thread: event loop.
 Called by: its rings (`RingListener`), and whoever runs the process (`start`, `drain`, `close`).
@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -26,11 +26,15 @@ from llm_worker.background import BackgroundThread
 from llm_worker.engine import TextEngine
 from llm_worker.errors import WorkerConfigError
 from llm_worker.job import Job, JobState
+from llm_worker.offers import PATIENCE_S, Demand, share_out
 from llm_worker.preparation import PreparedJob, prepare
 from llm_worker.ring import Ring
 from llm_worker.snapshot import RingFacts, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
+
+# An engine whose step takes longer is taken to stand still: it gets nothing more, and no lane in it moves.
+STANDSTILL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +50,39 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if not self.name:
             raise WorkerConfigError("name is empty, must be a word")
-        for field in ("heartbeat_interval_s", "preparation_timeout_s"):
-            value = getattr(self, field)
+        for name in ("heartbeat_interval_s", "preparation_timeout_s"):
+            value = getattr(self, name)
             if not value > 0:
-                raise WorkerConfigError(f"{field} is {value}, must be more than 0")
+                raise WorkerConfigError(f"{name} is {value}, must be more than 0")
 
 
 @dataclass(slots=True, eq=False)
 class _RingView:
-    """One ring as the worker sees it. `offered` is what its ingress believes it may still grant."""
+    """One ring as the worker sees it."""
 
     ring: Ring
     is_attached: bool = False
     is_draining: bool = False
     is_leaving: bool = False  # as soon as nothing is held from it
-    offered: int = 0
+    demand: Demand = field(default_factory=Demand)
 
 
 class Worker:
-    """Serves the lanes of its rings with one engine."""
+    """Serves the lanes of its rings with one engine.
 
-    def __init__(self, engine: TextEngine, config: WorkerConfig, rings: Iterable[Ring]) -> None:
+    `on_fault` is called once if the engine ends by itself: nothing it held will finish here, and nothing more
+    is taken.
+    """
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        config: WorkerConfig,
+        rings: Iterable[Ring],
+        on_fault: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
+        self._on_fault = on_fault
         self._config = config
         self._rings = {ring: _RingView(ring) for ring in rings}
         self._jobs: dict[tuple[Ring, LaneRef], Job] = {}
@@ -76,6 +91,8 @@ class Worker:
         self._thread = BackgroundThread("llm-worker-preparation")
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._n_grants = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._hello = Hello(
@@ -86,13 +103,16 @@ class Worker:
             takeover=config.takeover,
         )
         self._is_draining = False
+        self._has_failed = False
         self._engine_refused = False
+        self._engine_stands = False
         self._heartbeat_is_due = False
 
     # -- its life --
 
     def start(self) -> None:
         """Present the worker to its rings and begin to pull."""
+        self._engine.watch(self._offer)
         for ring in self._rings:
             ring.attach(self._hello, self)
         self._beat()
@@ -127,6 +147,7 @@ class Worker:
             ),
             n_jobs=len(self._jobs),
             is_draining=self._is_draining,
+            has_failed=self._has_failed,
         )
 
     async def drain(self) -> None:
@@ -141,8 +162,9 @@ class Worker:
     def close(self) -> None:
         """Leave the rings with whatever is still open. Idempotent."""
         self._is_draining = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._patience):
+            if timer is not None:
+                timer.cancel()
         for view in self._rings.values():
             view.is_attached = False
             view.ring.detach()
@@ -173,9 +195,11 @@ class Worker:
 
     def on_grant(self, ring: Ring, grant: Grant) -> None:
         view = self._rings[ring]
-        view.offered = max(0, view.offered - 1)
+        self._n_grants += 1
+        view.demand.granted(had_waited=grant.queued_ms > 0, turn=self._n_grants, now=self._loop.time())
         if self.n_free < 1:
             ring.release(grant.ref)
+            view.demand.gave_back()
             return
         job = Job(ring, grant.ref, self._forget)
         self._jobs[ring, grant.ref] = job
@@ -251,7 +275,7 @@ class Worker:
         A cancelled generation leaves the engine within a step; its place is free at once all the same, since
         whoever gets it needs longer than that to be prepared.
         """
-        if self._is_draining or self._engine_refused:
+        if self._is_draining or self._engine_refused or self._engine_stands:
             return 0
         capacity = self._engine.capacity()
         n_leaving = max(0, capacity.inflight - (len(self._jobs) - len(self._preparing)))
@@ -264,23 +288,54 @@ class Worker:
         )
 
     def _offer(self) -> None:
-        """Tell each ring what is free, where that is not what it believes, and soon the heartbeat."""
-        n_free = self.n_free
+        """Tell each ring what it is offered, where that is not what it believes, and soon the heartbeat."""
+        views = [view for view in self._attached() if not view.is_draining and not view.is_leaving]
+        now = self._loop.time()
+        parts = share_out(self.n_free, [view.demand for view in views], now)
+        offers = dict(zip(views, parts, strict=True))
         for view in self._attached():
-            offer = 0 if view.is_draining or view.is_leaving else n_free
-            if offer != view.offered:
-                view.offered = offer
+            offer = offers.get(view, 0)
+            if view.demand.offer(offer, now):
                 view.ring.credit(offer)
+        # One has nothing, for now: it is offered what another does not use.
+        if any(parts) and not all(parts) and self._patience is None:
+            self._patience = self._loop.call_later(PATIENCE_S, self._lose_patience)
         if not self._heartbeat_is_due:
             self._heartbeat_is_due = True
             self._loop.call_soon(self._send_heartbeat)
 
+    def _lose_patience(self) -> None:
+        self._patience = None
+        self._offer()
+
     def _beat(self) -> None:
-        """What happens every interval: the offer, the heartbeat, and an end to what is stuck."""
+        """What happens every interval: offer, signs of life, an end to what is stuck or has failed."""
         self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
         self._engine_refused = False
         self._fail_what_is_stuck()
+        self._look_at_engine()
         self._offer()
+        self._tell_what_moves()
+        if self._engine.fault is not None and not self._has_failed:
+            logger.error("worker %s: its engine has failed: %r", self._config.name, self._engine.fault)
+            self._has_failed = True
+            self._on_fault()
+
+    def _look_at_engine(self) -> None:
+        """Note, and log once, whether it goes on. A cancel does not free a place in one that stands still."""
+        stands = self._engine.capacity().step_age_s > STANDSTILL_S
+        if stands != self._engine_stands:
+            self._engine_stands = stands
+            if stands:
+                logger.warning("the engine stands still: no step has ended for %g s", STANDSTILL_S)
+            else:
+                logger.info("the engine goes on")
+
+    def _tell_what_moves(self) -> None:
+        """Say of each lane without an answer yet that it is being worked on, unless it is not."""
+        for job in self._jobs.values():
+            if job in self._preparing or (job.is_quiet and not self._engine_stands):
+                job.ring.working(job.ref)
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_is_due = False

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llm_ingress.dispatch import Dispatch, choose_worker
 from llm_ingress.lanes import Lane, LaneRequest
 from llm_ingress.leases import WorkerView
+from llm_ingress.shares import Shares
 from llm_ingress.wire import Hello, ModelCard
 from tests.ingress.scripted_ring import NoLink, card
 
@@ -23,7 +24,7 @@ def waiting(tenant: str = "t", model: str = "m") -> Lane:
 
 def with_progress(fingerprint: str) -> Lane:
     lane = waiting()
-    lane.append(b"", b"tokens")
+    lane.append(b"", b"tokens", 0.0)
     lane.fingerprint = fingerprint
     return lane
 
@@ -91,6 +92,40 @@ def test_a_lane_waits_at_most_one_turn_of_each_other_tenant_per_lane_ahead_of_it
         for tenant in set(tenants) - {lane.request.tenant}:
             ahead = sum(other.request.tenant == tenant for other in served[:position])
             assert ahead <= len(own) + 1
+
+
+def shares(**n_places: int) -> Shares:
+    made = Shares()
+    for tenant, n in n_places.items():
+        for _ in range(n):
+            made.take(tenant)
+    return made
+
+
+def test_the_newest_lane_of_the_tenant_with_most_places_gives_way() -> None:
+    made = dispatch(card("m1"), card("m2"))
+    lanes = [waiting("heavy", "m1"), waiting("heavy", "m2"), waiting("medium", "m1"), waiting("heavy", "m1")]
+    for lane in lanes:
+        made.park(lane)
+    assert made.gives_way("light", shares(heavy=3, medium=2, light=1)) is lanes[3]
+    made.withdraw(lanes[3])
+    assert made.gives_way("light", shares(heavy=3, medium=2, light=1)) is lanes[1]
+
+
+@pytest.mark.parametrize(("n_own", "gives_way"), [(0, True), (2, True), (3, False), (4, False), (9, False)])
+def test_a_lane_gives_way_only_to_a_tenant_that_has_no_more_then(n_own: int, gives_way: bool) -> None:
+    made = dispatch()
+    made.park(waiting("other"))
+    assert (made.gives_way("own", shares(other=4, own=n_own)) is not None) is gives_way
+
+
+def test_lanes_that_run_or_came_back_give_way_to_nobody_and_the_next_tenant_is_asked() -> None:
+    made = dispatch()
+    made.put_back(waiting("heavy"))
+    assert made.gives_way("light", shares(heavy=9)) is None
+    spare = waiting("medium")
+    made.park(spare)
+    assert made.gives_way("light", shares(heavy=9, medium=2)) is spare
 
 
 def test_returned_lanes_go_before_all_fresh_ones_oldest_first() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from llm_ingress.errors import ConfigError, ProtocolFault, RefusalReason, Refused, UnknownModel
-from llm_ingress.gateway import GatewayConfig, LaneState, OutcomeReason
+from llm_ingress.gateway import LANES_PER_TICK, GatewayConfig, LaneState, OutcomeReason
 from llm_ingress.wire import Head, LaneRef
 from tests.ingress.scripted_ring import END, OK, REFUSED, Client, ScriptedRing, card
 
@@ -59,7 +59,7 @@ def test_an_offer_is_used_up_by_grants_and_replaced_by_the_next() -> None:
     for _ in range(4):
         ring.client()
     assert len(worker.grants) == 2
-    ring.gateway.credit(worker.id, 2, 0)  # an offer that crossed the two grants on the way
+    ring.gateway.workers.credit(worker.id, 2, 0)  # an offer that crossed the two grants on the way
     assert len(worker.grants) == 2
     worker.offer(2)
     assert len(worker.grants) == 4
@@ -108,6 +108,41 @@ def test_beyond_ring_streams_requests_are_refused_and_running_lanes_count() -> N
     assert ring.gateway.snapshot().accepted == 4
 
 
+def test_a_tenant_with_fewer_places_gets_one_of_a_tenant_that_has_more() -> None:
+    ring = ScriptedRing(GatewayConfig(ring_streams=4))
+    worker = ring.worker(1)
+    heavy = [ring.client(tenant="heavy") for _ in range(4)]
+    light = [ring.client(tenant="light") for _ in range(2)]
+    assert [client.lane.is_open for client in heavy] == [True, True, False, False]
+    for client in heavy[2:]:
+        assert outcome(client) == (LaneState.EXPIRED, OutcomeReason.DISPLACED)
+        assert client.n_changes == 1
+    for tenant in ("heavy", "light"):
+        with pytest.raises(Refused) as refused:
+            ring.client(tenant=tenant)
+        assert refused.value.reason is RefusalReason.RING_FULL
+    for _ in range(4):
+        worker.head()
+        worker.end()
+        worker.offer(1)
+    assert [client.lane.state for client in (heavy[0], *light, heavy[1])] == [LaneState.DONE] * 4
+    counts = ring.gateway.snapshot()
+    assert (counts.accepted, counts.finished, counts.failed, counts.open) == (6, 4, 2, 0)
+
+
+def test_a_tick_looks_at_so_many_lanes_only_and_at_all_in_several() -> None:
+    n_lanes = LANES_PER_TICK + 1
+    ring = ScriptedRing(GatewayConfig(ring_streams=n_lanes, queue_timeout_s=10.0))
+    ring.worker()
+    for _ in range(n_lanes):
+        ring.client()
+    ring.clock.now += 10.0
+    ring.gateway.tick()
+    assert ring.gateway.snapshot().open == 1
+    ring.gateway.tick()
+    assert ring.gateway.is_idle
+
+
 @pytest.mark.parametrize("reason", RefusalReason)
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.999])
 def test_retry_after_is_whole_seconds_between_1_and_30(reason: RefusalReason, chance: float) -> None:
@@ -127,7 +162,6 @@ def test_before_the_first_worker_every_model_is_refused_for_want_of_workers() ->
     with pytest.raises(Refused) as refused:
         ring.client()
     assert refused.value.reason is RefusalReason.NO_WORKERS
-    assert not ring.gateway.resolve("m")
 
 
 def test_a_model_nobody_ever_served_is_unknown_even_when_all_lanes_are_taken() -> None:
@@ -136,8 +170,8 @@ def test_a_model_nobody_ever_served_is_unknown_even_when_all_lanes_are_taken() -
     ring.client()
     with pytest.raises(UnknownModel):
         ring.client("another")
-    assert ring.gateway.resolve("m")
-    assert not ring.gateway.resolve("another")
+    with pytest.raises(Refused):
+        ring.client()
 
 
 def test_an_alias_reaches_the_model_it_stands_for() -> None:
@@ -500,8 +534,8 @@ def test_frames_of_an_old_claim_or_an_unknown_lane_or_worker_are_dropped_and_cou
     worker.end(ref=old)
     worker.fail(retryable=False, ref=old)
     worker.release(ref=LaneRef(999, 1))
-    ring.gateway.head(999, worker.last, OK)
-    ring.gateway.credit(999, 4, 0)
+    ring.gateway.workers.head(999, worker.last, OK)
+    ring.gateway.workers.credit(999, 4, 0)
     assert state(client) is LaneState.CLAIMED
     assert (client.lane.unread, client.lane.head, bytes(client.lane.progress)) == (0, None, b"")
     assert ring.gateway.snapshot().dropped_frames == 7
@@ -524,7 +558,7 @@ def test_a_worker_that_breaks_the_order_of_frames_is_at_fault_and_changes_nothin
     with pytest.raises(ProtocolFault, match="before the head"):
         worker.say(b"text", b"1")
     with pytest.raises(ProtocolFault, match="before its head"):
-        ring.gateway.end(worker.id, ref, END)
+        ring.gateway.workers.end(worker.id, ref, END)
     assert (client.lane.state, client.lane.unread, bytes(client.lane.progress)) == (
         LaneState.CLAIMED,
         0,
@@ -596,7 +630,7 @@ def test_a_worker_that_wakes_is_served_again_and_its_late_frames_are_dropped() -
     ring.wait(6.0)
     assert ring.gateway.models() == ()
     assert state(lost) is LaneState.WAITING
-    ring.gateway.head(worker.id, old, OK)
+    ring.gateway.workers.head(worker.id, old, OK)
     assert ring.gateway.models() == (card(),)
     assert worker.last == LaneRef(lost.lane.id, 2)  # its last offer left room for one more
     assert lost.lane.head is None
@@ -763,7 +797,7 @@ def test_models_are_those_of_live_workers_one_card_a_name() -> None:
     ring.worker(model=card("m1"))
     ring.worker(model=card("m2")).die()
     assert [model.name for model in ring.gateway.models()] == ["m1"]
-    assert ring.gateway.resolve("m2")
+    assert ring.client("m2").lane.state is LaneState.WAITING
 
 
 @pytest.mark.parametrize(

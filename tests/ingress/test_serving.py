@@ -1,10 +1,12 @@
 """From the open socket to the end of the drain, over a real hypercorn on loopback."""
 
 import asyncio
+import gc
 import json
 import socket
 import ssl
 import subprocess
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -16,6 +18,7 @@ import pytest
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.serving import SEND_BUFFER_BYTES, ServingConfig, listen
+from llm_ingress.tls_memory import READ_BUFFER_BYTES
 from llm_ingress.wire import Grant
 from tests.ingress.scripted import CHAT, ScriptedWorker, Server, chat, event, raw_post, serving
 
@@ -98,14 +101,46 @@ async def test_past_the_limit_an_open_stream_ends_with_an_error_event() -> None:
         assert await server.counts() == (2, 0, 0, 2)
 
 
-async def test_asked_a_second_time_it_ends_at_once() -> None:
+async def test_when_it_is_urgent_it_ends_at_once() -> None:
     async with draining(drain_timeout_s=600) as (server, worker, _):
         _, writer, _ = await begin(server, worker)
         server.drain.ask()
-        server.drain.ask()
+        server.drain.is_urgent.set()
         async with asyncio.timeout(2):
             await server.task
         writer.close()
+
+
+async def test_after_a_fault_every_open_stream_gets_its_error_at_once_and_health_says_it() -> None:
+    gateway = Gateway(GatewayConfig(response_buffer_bytes=64 * 1024))
+    config = ServingConfig(port=0, drain_timeout_s=600)
+    async with serving(gateway, config=config) as server, httpx.AsyncClient(base_url=server.url) as client:
+        worker = ScriptedWorker(gateway)
+        reader, writer, _ = await begin(server, worker)
+        _, slow, grant = await begin(server, worker)
+        while not worker.pause_heard.is_set():  # its client reads nothing, and is waited for
+            worker.say(grant, event("x" * 8000))
+            await asyncio.sleep(0)
+        assert (await client.get("/health")).json()["status"] == "ok"
+        server.drain.fail()
+        rest = await reader.readuntil(b"\r\n0\r\n\r\n")
+        error = json.loads(rest.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+        assert error["message"] == "the server has failed."
+        assert (await client.get("/health")).json()["status"] == "failed"
+        assert (await client.get("/ready")).status_code == 503
+        for connection in (writer, slow):
+            connection.close()
+        await ended(server)
+
+
+async def test_a_fault_during_a_drain_ends_the_wait() -> None:
+    async with draining(drain_timeout_s=600) as (server, worker, _):
+        reader, writer, _ = await begin(server, worker)
+        server.drain.ask()
+        server.drain.fail()
+        assert b"the server has failed." in await reader.read()
+        writer.close()
+        await ended(server)
 
 
 async def test_idle_connections_do_not_hold_up_the_end() -> None:
@@ -182,7 +217,14 @@ def test_the_kernel_takes_little_for_a_client_that_does_not_read() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1}, {"tls_cert": Path("x")}, {"tls_key": Path("x")}],
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"drain_timeout_s": -1},
+        {"head_timeout_s": 0},
+        {"tls_cert": Path("x")},
+        {"tls_key": Path("x")},
+    ],
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
@@ -223,6 +265,28 @@ async def test_it_serves_https(tls: tuple[Path, Path], capsys: pytest.CaptureFix
             worker.answer(await worker.granted(), "a")
             assert (await asking).content == event("a") + DONE
         assert f"Serving on https://127.0.0.1:{server.port}" in capsys.readouterr().out
+
+
+async def test_a_tls_connection_holds_a_small_read_buffer_and_a_large_body_comes_through_it(
+    tls: tuple[Path, Path],
+) -> None:
+    cert, key = tls
+    config = ServingConfig(port=0, tls_cert=cert, tls_key=key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        worker = ScriptedWorker(server.gateway)
+        trust = ssl.create_default_context(cafile=cert)
+        text = "x" * (8 * READ_BUFFER_BYTES)
+        async with httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+            gc.collect()
+            asking = asyncio.create_task(client.post(CHAT, json=chat(text, stream=True)))
+            grant = await worker.granted()
+            assert text.encode() in grant.body
+            served = [
+                each for each in gc.get_objects() if isinstance(each, SSLProtocol) and each._server_side
+            ]
+            assert [len(vars(each)["_ssl_buffer"]) for each in served] == [READ_BUFFER_BYTES]
+            worker.answer(grant, text)
+            assert (await asking).content == event(text) + DONE
 
 
 async def test_a_renewed_certificate_is_served_and_cuts_no_stream(tmp_path: Path) -> None:

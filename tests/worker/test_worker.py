@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from llm_ingress.wire import Fail, FinishReason, LaneRef, ModelCard
 from llm_worker.errors import WorkerConfigError
 from llm_worker.local import LocalRing
 from llm_worker.preparation import prepare
-from llm_worker.worker import Worker, WorkerConfig
+from llm_worker.worker import STANDSTILL_S, Worker, WorkerConfig
 from tests.fakes import FakeEngine, Released, ScriptedLane, ScriptedRing, chat_grant
 from tests.worker.ring_contract import until
 
@@ -78,6 +79,27 @@ def only(lane: ScriptedLane) -> object:
     return frame
 
 
+# -- the engine's end --
+
+
+async def test_an_engine_that_has_failed_is_told_once_and_offered_no_more() -> None:
+    ring, engine, faults = ScriptedRing(), FakeEngine(), asyncio.Queue[str]()
+    config = WorkerConfig(heartbeat_interval_s=0.01)
+    worker = Worker(engine, config, [ring], on_fault=lambda: faults.put_nowait("fault"))
+    worker.start()
+    ring.accept()
+    assert not worker.snapshot().has_failed
+    engine.fault, engine.is_closed = ZeroDivisionError(), True
+    async with asyncio.timeout(WAIT_S):
+        await faults.get()
+    assert worker.snapshot().has_failed
+    assert ring.credits[-1] == 0
+    n_beats = len(ring.heartbeats)
+    await ring.until(lambda: len(ring.heartbeats) > n_beats + 2)
+    assert faults.empty()
+    worker.close()
+
+
 # -- credit --
 
 
@@ -89,12 +111,42 @@ async def test_an_attached_ring_is_offered_every_free_place() -> None:
         assert ring.hello.max_inflight == 3
 
 
-async def test_a_place_taken_by_one_ring_is_withdrawn_from_the_others_at_once() -> None:
+async def test_free_places_are_shared_out_among_rings_and_a_grant_takes_nothing_from_the_others() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    async with attached(FakeEngine(max_inflight=4), first, second):
+        assert (first.credits, second.credits) == ([4, 2], [2])
+        first.grant(chat_grant("a", lane_id=1))
+        assert (first.credits, second.credits) == ([4, 2], [2]), "the grant itself used up what was offered"
+
+
+async def test_a_ring_that_has_used_its_places_is_offered_those_another_leaves() -> None:
     first, second = ScriptedRing(), ScriptedRing()
     async with attached(FakeEngine(max_inflight=2), first, second):
         first.grant(chat_grant("a", lane_id=1))
-        assert second.credits == [2, 1]
-        assert first.credits == [2], "the grant itself used up what this ring was offered"
+        assert first.credits == [2, 1]
+        await first.until(lambda: first.credits == [2, 1, 1])
+
+
+async def test_the_last_place_is_offered_to_all_and_withdrawn_from_the_others_once_it_is_taken() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    async with attached(FakeEngine(max_inflight=1), first, second):
+        first.grant(chat_grant("a", lane_id=1))
+        assert (first.credits, second.credits) == ([1], [1, 0])
+
+
+async def test_a_place_is_offered_to_one_only_of_two_rings_that_have_requests_waiting() -> None:
+    first, second = ScriptedRing(), ScriptedRing()
+    engine = FakeEngine(max_inflight=1)
+    async with attached(engine, first, second):
+        waited = [replace(chat_grant("a", lane_id=n), queued_ms=5.0) for n in (1, 2)]
+        first.grant(waited[0])
+        second.grant(waited[1])
+        await running(first, engine, 1)
+        first.credits.clear()
+        second.credits.clear()
+        engine.finish()
+        assert (first.credits, second.credits) == ([1], []), "the turn of the first was longer ago"
+        await second.until(lambda: second.credits == [1])  # the first has left it unused
 
 
 async def test_a_place_given_back_is_offered_to_all_at_once() -> None:
@@ -137,8 +189,9 @@ async def test_no_more_is_offered_than_the_engine_admits_and_preparations_count_
             assert worker.n_free == 1
         await running(ring, engine, 1)
         assert worker.n_free == 1
-        engine.n_withheld = 3
+        engine.withhold(3)
         assert worker.n_free == 0
+        assert ring.credits[-1] == 0
         assert only(ring.grant(chat_grant("b", lane_id=2))) == Released()
 
 
@@ -172,12 +225,12 @@ async def test_an_engine_that_refuses_is_offered_nothing_until_the_next_beat() -
 
 async def test_a_ring_that_drains_is_offered_nothing_and_keeps_what_it_gave() -> None:
     leaving, staying = ScriptedRing(), ScriptedRing()
-    engine = FakeEngine(max_inflight=2)
+    engine = FakeEngine(max_inflight=4)
     async with attached(engine, leaving, staying):
         lane = leaving.grant(chat_grant("a"))
         leaving.worker.on_drain(leaving)
         assert leaving.credits[-1] == 0
-        assert staying.credits[-1] == 1
+        assert staying.credits[-1] == 3
         await running(leaving, engine, 1)
         engine.finish()
         assert lane.is_over
@@ -285,6 +338,47 @@ async def test_a_preparation_that_takes_too_long_fails_alone_and_holds_nobody_up
         await ring.until(lambda: ring.credits[-1] == 2)
 
 
+# -- lanes of which there is nothing to send yet --
+
+
+async def test_a_lane_is_said_to_be_worked_on_until_its_first_token() -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.01)):
+        with held_preparation(engine) as gate:
+            ring.grant(chat_grant("abcdef"))
+            gate.await_arrival()
+            await ring.until(lambda: len(ring.worked_on) >= 2)
+        await running(ring, engine, 1)
+        n_said = len(ring.worked_on)
+        await ring.until(lambda: len(ring.worked_on) >= n_said + 2)
+        engine.step()
+        n_said, n_beats = len(ring.worked_on), len(ring.heartbeats)
+        await ring.until(lambda: len(ring.heartbeats) >= n_beats + 3)
+        assert len(ring.worked_on) == n_said
+        assert set(ring.worked_on) == {LaneRef(1, 1)}
+
+
+async def test_an_engine_that_stands_still_gets_nothing_and_its_lanes_are_not_said_to_move(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.01)) as worker:
+        ring.grant(chat_grant("abc"))
+        await running(ring, engine, 1)
+        engine.step_age_s = STANDSTILL_S + 0.1
+        await ring.until(lambda: ring.credits[-1] == 0)
+        n_said, n_beats = len(ring.worked_on), len(ring.heartbeats)
+        await ring.until(lambda: len(ring.heartbeats) >= n_beats + 3)
+        assert len(ring.worked_on) == n_said
+        ring.worker.on_cancel(ring, LaneRef(1, 1))
+        assert worker.n_free == 0, "what is cancelled does not leave it"
+        engine.step_age_s = 0.0
+        await ring.until(lambda: ring.credits[-1] == engine.info.max_inflight)
+    assert [record.message for record in caplog.records if "engine" in record.message] == [
+        f"the engine stands still: no step has ended for {STANDSTILL_S:g} s"
+    ]
+
+
 # -- cancel --
 
 
@@ -342,7 +436,7 @@ async def test_a_lost_ring_takes_its_lanes_with_it_and_no_others() -> None:
         assert not gone.is_over
         assert worker.n_free == 2
         lost.accept()
-        assert lost.credits[-1] == 2
+        assert (lost.credits[-1], kept.credits[-1]) == (1, 1)
 
 
 # -- heartbeat, drain, close --
@@ -409,11 +503,11 @@ async def test_a_ring_can_be_added_later_and_is_offered_what_is_free() -> None:
         worker.add_ring(second)
         assert second.hello == first.hello
         second.accept()
-        assert second.credits == [2]
+        assert (first.credits[-1], second.credits) == (1, [1])
 
 
 async def test_a_removed_ring_gets_what_it_is_owed_nothing_more_and_is_left_then() -> None:
-    engine, ring, other = FakeEngine(max_inflight=2), ScriptedRing(), ScriptedRing()
+    engine, ring, other = FakeEngine(max_inflight=4), ScriptedRing(), ScriptedRing()
     async with attached(engine, ring, other) as worker:
         lane = ring.grant(chat_grant("abc"))
         await running(ring, engine, 1)
@@ -424,7 +518,7 @@ async def test_a_removed_ring_gets_what_it_is_owed_nothing_more_and_is_left_then
         engine.finish()
         assert lane.is_over
         assert not ring.is_attached
-        assert other.credits[-1] == 2
+        assert other.credits[-1] == 4
         assert [facts.is_attached for facts in worker.snapshot().rings] == [True]
 
 

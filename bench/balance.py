@@ -1,0 +1,135 @@
+"""`python -m bench balance`: how evenly workers share the requests of several ingresses.
+
+Real `llm-ingress` processes, workers attached to all of them, and so many streams at a time on each ingress:
+a client whose answer is complete asks again. With fewer slots than streams every ingress always has somebody
+waiting; answers are then shorter by as much, so that about as many requests are served.
+
+A worker offers its free slots to all ingresses; where two of them grant the same slot, one of the two
+requests is given back (RELEASE) and goes elsewhere. Figures: the least and the most that one worker served,
+where 1 is an equal share; RELEASEs in percent of grants; answers in percent of what the slots can give.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.fleet import Fleet, Tally, fleet
+from bench.open_loop import request
+from bench.report import print_table, spread, write_json
+from bench.timed import TimedConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure each number of slots `--runs` times and print a table."""
+    args = _parser().parse_args(argv)
+    results = {slots: [_measure(args, slots) for _ in range(args.runs)] for slots in args.slots}
+    header = (
+        "slots of each",
+        "least of a share",
+        "most of a share",
+        "RELEASE % of grants",
+        "of capacity %",
+        "grants",
+    )
+    print_table(header, [_row(slots, runs) for slots, runs in results.items()])
+    write_json(args.json, "balance", vars(args), results)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench balance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ingresses", type=int, default=2, help="(2)")
+    parser.add_argument("--workers", type=int, default=4, help="(4)")
+    parser.add_argument("--streams", type=int, default=400, help="at a time, on all ingresses together (400)")
+    parser.add_argument(
+        "--slots",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[100, 25, 4],
+        help="of each worker, comma separated (100,25,4)",
+    )
+    parser.add_argument(
+        "--service-ms",
+        type=float,
+        default=2000,
+        help="for an answer with a slot for each stream, half to one and a half of it (2000)",
+    )
+    parser.add_argument("--seconds", type=float, default=8, help="in which clients ask again (8)")
+    parser.add_argument("--runs", type=int, default=3, help="of each number of slots (3)")
+    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    return parser
+
+
+def _row(slots: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+    return (
+        slots,
+        spread([min(run["shares"]) for run in runs], 2),
+        spread([max(run["shares"]) for run in runs], 2),
+        spread([run["release_percent"] for run in runs]),
+        spread([run["capacity_percent"] for run in runs]),
+        f"{statistics.median([run['granted'] for run in runs]):.0f}",
+    )
+
+
+def _measure(args: argparse.Namespace, slots: int) -> dict[str, Any]:
+    # The same load in about as many requests, however many slots share it.
+    service_s = args.service_ms / 1000 * slots * args.workers / args.streams
+    engines = [TimedConfig(slots=slots, service_s=service_s, n_tokens=4, seed=n) for n in range(args.workers)]
+    with fleet(engines, "--ring-streams", str(args.streams), n_ingresses=args.ingresses) as serving:
+        took_s = _ask(serving, args.streams // args.ingresses, args.seconds)
+        tallies = [worker.tally() for worker in serving.workers]
+    capacity = took_s / service_s * slots * args.workers
+    return figures(tallies) | {"capacity_percent": 100 * sum(map(_served, tallies)) / capacity}
+
+
+def _served(tally: Tally) -> int:
+    return tally.granted - tally.released
+
+
+def figures(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """Each worker's part of what was served, in equal shares, and what was given back."""
+    share = sum(map(_served, tallies)) / len(tallies)
+    granted = sum(tally.granted for tally in tallies)
+    return {
+        "shares": [_served(tally) / share for tally in tallies],
+        "release_percent": 100 * sum(tally.released for tally in tallies) / granted,
+        "granted": granted,
+    }
+
+
+def _ask(serving: Fleet, n_streams: int, seconds: float) -> float:
+    """Keep `n_streams` on each ingress, from another process; return the seconds until the last has ended."""
+    ports = [ingress.port for ingress in serving.ingresses]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_keep_asking, (ports, n_streams, seconds))
+
+
+def _keep_asking(ports: Sequence[int], n_streams: int, seconds: float) -> float:
+    return asyncio.run(_clients(ports, n_streams, seconds))
+
+
+async def _clients(ports: Sequence[int], n_streams: int, seconds: float) -> float:
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    async with asyncio.TaskGroup() as group:
+        for port in ports:
+            for _ in range(n_streams):
+                group.create_task(_client(port, began_at + seconds))
+    return loop.time() - began_at
+
+
+async def _client(port: int, until: float) -> None:
+    loop = asyncio.get_running_loop()
+    while loop.time() < until:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(user="bench"))
+        answer = await reader.read()
+        writer.close()
+        if b"data: [DONE]" not in answer:
+            raise RuntimeError(f"a request failed: {answer[:300]!r}")

@@ -1,0 +1,146 @@
+"""`python -m bench fairness`: what a light tenant waits beside one that offers ten times its share.
+
+Requests arrive in an open loop, whatever the server does, at a real `llm-ingress` whose workers take a known
+time for each answer. A tenant's share is half of what the fleet can serve. The light tenant offers `--light`
+times its share and the heavy one `--heavy` times, so together they ask for several times what there is.
+
+Wait is the time from when a request was due to the first byte of its answer, which comes as soon as a slot
+takes it; the service itself is not in it. Four cases, each on a fleet of its own, with the same arrivals:
+
+alone, whole fleet     nobody else is there
+alone, half the fleet  nobody else is there, and only the slots that are its share
+beside, fair           with the heavy tenant; the ingress tells the two apart
+beside, one queue      with the heavy tenant, both under one name: first come, first served
+
+The second is what fairness can promise a tenant that uses its whole share; the first is what it would have if
+nobody else were there, and no rule that lets running answers end can give it that while every slot is taken.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.fleet import fleet
+from bench.open_loop import Arrival, Asked, ask_all, evenly, poisson
+from bench.report import print_table, spread, write_json
+from bench.timed import TimedConfig
+
+LIGHT, HEAVY = "light", "heavy"
+N_WORKERS = 2
+TENANTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to serve the light tenant."""
+
+    name: str
+    is_alone: bool = False
+    n_workers: int = N_WORKERS
+    is_one_name: bool = False
+
+
+CASES = (
+    Case("alone, whole fleet", is_alone=True),
+    Case("alone, half the fleet", is_alone=True, n_workers=N_WORKERS // 2),
+    Case("beside, fair"),
+    Case("beside, one queue", is_one_name=True),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every case `--runs` times, each run with arrivals of its own, and print a table."""
+    args = _parser().parse_args(argv)
+    results: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
+    for run in range(args.runs):
+        for case in CASES:
+            results[case.name].append(figures(_measure(args, case, run)))
+    header = (
+        "case",
+        "wait p50 ms",
+        "wait p95 ms",
+        "worst wait ms",
+        "worst to the end ms",
+        "asked",
+        "refused",
+    )
+    print_table(header, [_row(name, runs) for name, runs in results.items()])
+    write_json(args.json, "fairness", vars(args), results)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench fairness",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--slots", type=int, default=8, help="of each of the two workers (8)")
+    parser.add_argument(
+        "--service-ms", type=float, default=400, help="for an answer, half to one and a half of it (400)"
+    )
+    parser.add_argument("--light", type=float, default=1, help="what the light tenant offers, in shares (1)")
+    parser.add_argument(
+        "--heavy", type=float, default=10, help="what the heavy tenant offers, in shares (10)"
+    )
+    parser.add_argument(
+        "--arrivals",
+        choices=("poisson", "even"),
+        default="poisson",
+        help="of the light tenant; the heavy one's are always at random (poisson)",
+    )
+    parser.add_argument("--seconds", type=float, default=12, help="of arrivals in each run (12)")
+    parser.add_argument("--ring-streams", type=int, default=64, help="of the ingress (64)")
+    parser.add_argument("--runs", type=int, default=3, help="of each case (3)")
+    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    return parser
+
+
+def _row(name: str, runs: Sequence[dict[str, float]]) -> tuple[object, ...]:
+    def column(field: str) -> str:
+        return spread([run[field] for run in runs], 0)
+
+    waits = (column(field) for field in ("p50_ms", "p95_ms", "worst_ms", "worst_end_ms"))
+    return (name, *waits, column("asked"), column("refused"))
+
+
+def _measure(args: argparse.Namespace, case: Case, run: int) -> list[Asked]:
+    service_s = args.service_ms / 1000
+    engines = [TimedConfig(slots=args.slots, service_s=service_s, seed=n) for n in range(case.n_workers)]
+    flags = ("--tenant-by", "user", "--ring-streams", str(args.ring_streams))
+    with fleet(engines, *flags) as serving:
+        return ask_all(serving.ingresses[0].port, _arrivals(args, case, run))
+
+
+def _arrivals(args: argparse.Namespace, case: Case, run: int) -> list[Arrival]:
+    """The light tenant's are the same in every case of a run."""
+    share = N_WORKERS * args.slots / (args.service_ms / 1000) / TENANTS
+    light_rate, heavy_rate = args.light * share, args.heavy * share
+    light = (
+        evenly(light_rate, args.seconds)
+        if args.arrivals == "even"
+        else poisson(light_rate, args.seconds, f"{LIGHT} {run}")
+    )
+    heavy = () if case.is_alone else poisson(heavy_rate, args.seconds, f"{HEAVY} {run}")
+    name: Callable[[str], str] = (lambda _: "everybody") if case.is_one_name else str
+    return [
+        *(Arrival(at_s, LIGHT, name(LIGHT)) for at_s in light),
+        *(Arrival(at_s, HEAVY, name(HEAVY)) for at_s in heavy),
+    ]
+
+
+def figures(asked: Sequence[Asked]) -> dict[str, Any]:
+    """What the light tenant met. Waits are of what was answered; a refusal is counted, not waited for."""
+    light = [each for each in asked if each.tenant == LIGHT]
+    answered = [each for each in light if each.status == 200]
+    waits_ms = sorted(each.first_s * 1000 for each in answered)
+    return {
+        "p50_ms": statistics.median(waits_ms),
+        "p95_ms": waits_ms[int(len(waits_ms) * 0.95)],
+        "worst_ms": waits_ms[-1],
+        "worst_end_ms": max(each.last_s for each in answered) * 1000,
+        "asked": len(light),
+        "refused": len(light) - len(answered),
+    }
