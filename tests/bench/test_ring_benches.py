@@ -58,7 +58,7 @@ def test_parked_runs(tmp_path: Path) -> None:
 
 def test_balance_runs(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    flags = ["--workers", "2", "--streams", "8", "--slots", "2", "--service-ms", "100", "--seconds", "0.5"]
+    flags = ["--workers", "2", "--streams", "4,4", "--slots", "2", "--service-ms", "100", "--seconds", "0.5"]
     assert balance.main([*flags, "--runs", "1", "--json", str(out)]) == 0
     (run,) = results(out)["2"]
     assert sum(run["shares"]) == pytest.approx(2)
