@@ -4,6 +4,7 @@ Nothing but `llama_decode` and an argmax over the rows of logits: no text, no st
 is what the engine and the server are measured against.
 """
 
+import multiprocessing
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class BareLoop:
             n_tokens += len(last)
         ended = time.perf_counter()
         for seq_id in range(len(prompts)):
-            llama.drop_cells(self._context, seq_id, self._params.n_seq_max)
+            llama.cut_cells(self._context, seq_id, 0)
         return BareRun(n_tokens, prefilled - started, ended - prefilled, n_tokens - len(prompts))
 
     def _prefill(self, seq_id: int, prompt: Sequence[int]) -> int:
@@ -97,3 +98,31 @@ class BareLoop:
         code = llama.decode(self._context, self._batch)
         assert code == 0, f"llama_decode returned {code}"
         llama.synchronize(self._context)
+
+
+class BareProcess:
+    """A bare loop alone in its process: OpenMP teams of one process take each other's speed."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._pool = multiprocessing.get_context("spawn").Pool(1, _open, (config,))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._pool.terminate()
+
+    def run(self, prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
+        """As `BareLoop.run`."""
+        return self._pool.apply(_run, (prompts, n_out))
+
+
+_opened: list[BareLoop] = []  # of this process
+
+
+def _open(config: EngineConfig) -> None:
+    _opened.append(BareLoop(config))
+
+
+def _run(prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
+    return _opened[0].run(prompts, n_out)

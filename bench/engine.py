@@ -1,8 +1,8 @@
 """`python -m bench engine`: the engine's decode loop against a bare loop of llama.cpp's C calls.
 
-Both generate greedily from the same prompts on contexts with the same settings, in alternating runs of one
-process. The figure is tokens per second of the decode phase, in which every sequence is running: from the
-last first token to the first last token.
+Both generate greedily from the same prompts on contexts with the same settings, in alternating runs, each
+in a process of its own. The figure is tokens per second of the decode phase, in which every sequence is
+running: from the last first token to the first last token.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.bare import BareLoop
+from bench.bare import BareProcess
 from bench.prompts import distinct
 from bench.report import print_table, spread, write_json
 from llm_engine.config import EngineConfig
@@ -56,7 +56,7 @@ def _numbers(text: str) -> list[int]:
 
 def _compare(args: argparse.Namespace, n: int) -> dict[str, Any]:
     config = EngineConfig(model=args.model, max_inflight=n, ctx_size=512)
-    with Engine.spawn(config) as engine, BareLoop(config) as bare:
+    with Engine.spawn(config) as engine, BareProcess(config) as bare:
         prompts = [_prepare(engine, text, args.tokens) for text in distinct(n)]
         pairs = [
             (_bare_rate(bare, prompts, args.tokens), _engine_rate(engine, prompts))
@@ -78,7 +78,7 @@ def _prepare(engine: Engine, text: str, n_tokens: int) -> Prepared:
     return engine.prepare(GenerateRequest.user(text, max_tokens=n_tokens, sampling=greedy))
 
 
-def _bare_rate(bare: BareLoop, prompts: list[Prepared], n_tokens: int) -> float:
+def _bare_rate(bare: BareProcess, prompts: list[Prepared], n_tokens: int) -> float:
     return bare.run([p.prompt for p in prompts], n_tokens).decode_rate
 
 

@@ -93,6 +93,7 @@ def _server(model: str, n: int) -> Iterator[int]:
     """llm-serve in a process of its own, with a slot for every client; its port."""
     command = [sys.executable, "-m", "llm_serve.cli", "--model", model, "--port", "0"]
     command += ["--max-inflight", str(n), "--ctx-size", str(CTX_SIZE), "--ring-streams", str(2 * n)]
+    command += ["--no-cache-prompt"]  # the bare loop computes every prompt anew, too
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -42,6 +42,7 @@ class TimedEngine:
             max_inflight=config.slots,
             fingerprint=MODEL,
         )
+        self.fault: Exception | None = None  # never one
         self.running: set[TimedGeneration] = set()
         self._config = config
         self._chance = random.Random(config.seed)
@@ -69,6 +70,9 @@ class TimedEngine:
             kv_promised_tokens=0,
             tokens_per_second=0.0,
         )
+
+    def watch(self, _on_change: Callable[[], None], /) -> None:
+        """Nothing changes by itself here."""
 
 
 class TimedGeneration:

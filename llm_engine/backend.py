@@ -1,20 +1,26 @@
 """A plan made real: cells in a llama.cpp context, one `llama_decode` a step, rows of logits.
 
 Owns: the llama context and the batch. Thread: step thread only, after `create`.
-Called by: `loop.py`.
+Called by: `loop.py`, and for the cells of a slot `slots.py`.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
+
+import numpy as np
 
 from llm_engine import llama
 from llm_engine.config import EngineConfig
 from llm_engine.errors import BackendError, ModelError
+from llm_engine.hostcache import KvState
 from llm_engine.model import Model
+from llm_engine.prefix import Trim
 from llm_engine.scheduler import Plan
+from llm_engine.slots import Cells
 
 
-class Backend(Protocol):
-    """What computes plans."""
+class Backend(Cells, Protocol):
+    """What computes plans, and holds the cells."""
 
     def run(self, plan: Plan) -> llama.Logits:
         """Compute a plan.
@@ -23,9 +29,6 @@ class Backend(Protocol):
         Raises: BackendError; the cells of the plan's sequences are then to be dropped.
         """
 
-    def drop(self, seq_id: int) -> None:
-        """Forget what is cached for a slot."""
-
     def close(self) -> None:
         """Free the context."""
 
@@ -33,16 +36,22 @@ class Backend(Protocol):
 class LlamaBackend:
     """llama.cpp."""
 
-    def __init__(self, model: Model, context: llama.ContextPointer, params: llama.ContextParams) -> None:
+    def __init__(
+        self, model: Model, context: llama.ContextPointer, params: llama.ContextParams, fingerprint: str
+    ) -> None:
+        self.trim = _trim(model)
         self._context = context
+        self._fingerprint = fingerprint
         self._n_seq_max = params.n_seq_max
+        self._copied = np.empty(0, np.uint8)  # on the way from one slot to another
         self._batch = llama.Batch(params.n_batch, params.n_ctx)
         self._logits = llama.LogitsViews(context, model.n_vocab)
 
     @classmethod
-    def create(cls, model: Model, params: llama.ContextParams) -> Self:
+    def create(cls, model: Model, params: llama.ContextParams, fingerprint: str) -> Self:
         """Create the context and run one token through it, so that the weights are resident.
 
+        `fingerprint` says which states fit: those of the same model in a context with the same settings.
         Raises: ModelError with llama.cpp's reason, if memory or these settings do not allow it.
         """
         with llama.collected_errors() as errors:
@@ -50,8 +59,11 @@ class LlamaBackend:
             if not context:
                 reason = errors[-1] if errors else "no reason given"
                 raise ModelError(str(model.path), f"no context of {params.n_ctx} tokens: {reason}")
-        backend = cls(model, context, params)
-        backend._warm_up()
+        backend = cls(model, context, params, fingerprint)
+        # In a thread that ends: OpenMP keeps a team for every thread that ever computed, and with a second
+        # team alive the threads of a step no longer spin at their barriers but sleep, a tenth of its speed.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(backend._warm_up).result()
         return backend
 
     def run(self, plan: Plan) -> llama.Logits:
@@ -66,11 +78,44 @@ class LlamaBackend:
         self._decode()
         return self._logits.of(len(plan.sampled))
 
-    def drop(self, seq_id: int) -> None:
-        llama.drop_cells(self._context, seq_id, self._n_seq_max)
+    def n_state_bytes(self, slot: int, *, checkpoint: bool) -> int:
+        return llama.n_state_bytes(self._context, self._seq_id(slot), partial=checkpoint)
+
+    def fetch(self, slot: int, *, checkpoint: bool) -> KvState:
+        try:
+            buffer = np.empty(self.n_state_bytes(slot, checkpoint=checkpoint), np.uint8)
+        except MemoryError as error:
+            raise BackendError("no memory for the state of a sequence") from error
+        data = llama.get_state(self._context, self._seq_id(slot), buffer, partial=checkpoint)
+        return KvState(data, checkpoint, self._fingerprint)
+
+    def restore(self, slot: int, state: KvState) -> None:
+        if state.fingerprint != self._fingerprint:
+            raise BackendError("a state of another model, or of other settings of the context")
+        llama.set_state(self._context, self._seq_id(slot), state.data, partial=state.is_checkpoint)
+
+    def copy(self, source: int, target: int) -> None:
+        """By way of host memory, which takes the cells in use.
+
+        llama_memory_seq_cp takes the whole stream, used or not, and only when the next batch is computed:
+        until then neither sequence's state may be read or written.
+        """
+        n_bytes = self.n_state_bytes(source, checkpoint=False)
+        if n_bytes > self._copied.nbytes:
+            self._copied = np.empty(n_bytes, np.uint8)
+        data = llama.get_state(self._context, self._seq_id(source), self._copied[:n_bytes], partial=False)
+        llama.set_state(self._context, self._seq_id(target), data, partial=False)
+
+    def cut(self, slot: int, n_tokens: int) -> None:
+        if not llama.cut_cells(self._context, self._seq_id(slot), n_tokens):
+            raise BackendError(f"slot {slot} cannot be cut to {n_tokens} tokens")
 
     def close(self) -> None:
         llama.free_context(self._context)
+
+    def _seq_id(self, slot: int) -> int:
+        assert 0 <= slot < self._n_seq_max, f"slot {slot} not in 0..{self._n_seq_max - 1}"
+        return slot
 
     def _decode(self) -> None:
         code = llama.decode(self._context, self._batch)
@@ -81,7 +126,13 @@ class LlamaBackend:
     def _warm_up(self) -> None:
         self._batch.append(0, 0, [0], wants_logits=True)
         self._decode()
-        self.drop(0)
+        self.cut(0, 0)
+
+
+def _trim(model: Model) -> Trim:
+    if llama.has_recurrent_state(model.pointer):
+        return Trim.NOWHERE
+    return Trim.IN_PLACE if llama.has_sliding_window(model.pointer) else Trim.ANYWHERE
 
 
 def context_params(config: EngineConfig, n_ctx: int) -> llama.ContextParams:

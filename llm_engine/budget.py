@@ -1,4 +1,4 @@
-"""How many prompt tokens the next step may compute.
+"""How many prompt tokens the next step may compute, and how many sequences may run.
 
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
@@ -6,18 +6,28 @@ A prompt token costs about as much as a decoded one, so each one put into a step
 running stream sees. While others decode, a step may take `GAP_STEPS` times the usual step of the batch as it
 will be once the prompts have joined; while nobody does, `IDLE_STEP_S`, which is how long a cancel waits at
 most.
+
+With a target for the step, slices fill it up and no further, and a sequence more is admitted only where the
+step it would take is still within the target.
 """
 
 from dataclasses import dataclass
 
 GAP_STEPS = 2.5
 IDLE_STEP_S = 0.25
+# The part of a target that is left to prompts for as long as there are any: nobody is admitted into it, or
+# the last prompt of a full house would move by a token a step.
+PROMPT_SHARE = 0.25
 _SMOOTHING = 0.2
 _FIRST_GUESS_TOKENS = 32  # a slice before anything was measured
 _SMALLEST_SLICE = 4  # prompts move on, however slow a step is
 # A slice of fewer tokens says less of what one costs: what the step spends on being mixed is spread over
 # few, and believing it would make the next slice smaller still.
 _TELLING_SLICE = 32
+# Steps after which a measured cost is not believed any more: sequences are deeper now, or somebody else has
+# the machine. A count that was once too slow would otherwise never be tried again.
+_FRESH_STEPS = 500
+_SURPRISE = 3.0  # a step that took more than so many times what it should was somebody else's doing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,35 +38,81 @@ class Load:
     n_prompts: int
 
 
-class Budget:
-    """Learns from step times."""
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """The smoothed time of a step's decoding part, and the number of the step that told it last."""
 
-    def __init__(self, batch_size: int, n_slots: int) -> None:
+    seconds: float
+    seen_at: int
+
+
+class Budget:
+    """Learns from step times. Without `target_s` every slot may be taken; `chunk` fixes the slices."""
+
+    def __init__(
+        self, batch_size: int, n_slots: int, *, target_s: float | None = None, chunk: int | None = None
+    ) -> None:
         self._batch_size = batch_size
-        self._decode_s: list[float | None] = [None] * (n_slots + 1)  # usual step by sequences decoding
-        self._prompt_token_s: float | None = None
+        self._n_slots = n_slots
+        self._target_s = target_s
+        self._chunk = chunk
+        self._n_steps = 0
+        self._decode_s: list[_Cost | None] = [None] * (n_slots + 1)  # by sequences decoding
+        self._prompt_token_s = 0.0  # 0: not measured yet
+
+    def n_admissible(self, n_running: int, n_prompts: int) -> int:
+        """Sequences that may run at once: one at least.
+
+        Now `n_running` do, `n_prompts` of them still in their prompts.
+        """
+        if self._target_s is None:
+            return self._n_slots
+        limit_s = self._target_s * (1 - PROMPT_SHARE if n_prompts else 1.0)
+        n = max(1, n_running)
+        while n < self._n_slots and self._usual_s(n + 1) <= limit_s:
+            n += 1
+        return n
 
     def prompt_tokens(self, load: Load) -> int:
         """Tokens of prompts that the next step may hold beside the sequences that decode."""
         room = self._batch_size - load.n_decoding
-        if self._prompt_token_s is None:
+        if self._chunk is not None:
+            return min(room, self._chunk)
+        if not self._prompt_token_s:
             return min(room, _FIRST_GUESS_TOKENS)
-        allowed_s = IDLE_STEP_S
-        if load.n_decoding:
-            usual_s = self._usual_s(load.n_decoding + load.n_prompts)
-            allowed_s = min(GAP_STEPS * usual_s, IDLE_STEP_S)
-        spare_s = allowed_s - self._usual_s(load.n_decoding)
-        return min(room, max(_SMALLEST_SLICE, int(spare_s / self._prompt_token_s)))
+        spare_s = self._allowed_s(load) - self._usual_s(load.n_decoding)
+        smallest = _SMALLEST_SLICE if self._target_s is None else 1
+        return min(room, max(smallest, int(spare_s / self._prompt_token_s)))
 
     def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
-        """Learn from a step that took `elapsed_s`."""
-        if n_prompt_tokens == 0:
-            self._decode_s[n_decoding] = _smooth(self._decode_s[n_decoding], elapsed_s, 1.0)
-        elif n_decoding == 0 or self._decode_s[n_decoding] is not None:
-            prompt_s = elapsed_s - self._usual_s(n_decoding)
-            token_s = max(prompt_s / n_prompt_tokens, 1e-7)
-            weight = min(1.0, n_prompt_tokens / _TELLING_SLICE)
-            self._prompt_token_s = _smooth(self._prompt_token_s, token_s, weight)
+        """Learn from a step that took `elapsed_s`.
+
+        Where it was not what it should have been, everything that took part was off by the same factor.
+        """
+        self._n_steps += 1
+        usual_s, prompts_s = self._usual_s(n_decoding), n_prompt_tokens * self._prompt_token_s
+        if n_prompt_tokens and not prompts_s:
+            self._prompt_token_s = max(elapsed_s - usual_s, 1e-6) / n_prompt_tokens
+            return
+        if not usual_s + prompts_s:
+            self._decode_s[n_decoding] = _Cost(elapsed_s, self._n_steps)
+            return
+        surprise = min(elapsed_s / (usual_s + prompts_s), _SURPRISE) - 1
+        if n_decoding:
+            share = usual_s / (usual_s + prompts_s)
+            weight = _SMOOTHING * share if self._is_measured(n_decoding) else 1.0
+            self._decode_s[n_decoding] = _Cost(usual_s * (1 + weight * surprise), self._n_steps)
+        if n_prompt_tokens:
+            weight = _SMOOTHING * min(1.0, n_prompt_tokens / _TELLING_SLICE)
+            self._prompt_token_s *= 1 + weight * surprise
+
+    def _allowed_s(self, load: Load) -> float:
+        """How long a step with prompts in it may take."""
+        if self._target_s is not None:
+            return self._target_s
+        if not load.n_decoding:
+            return IDLE_STEP_S
+        return min(GAP_STEPS * self._usual_s(load.n_decoding + load.n_prompts), IDLE_STEP_S)
 
     def _usual_s(self, n_decoding: int) -> float:
         """The usual step of so many sequences.
@@ -65,11 +121,11 @@ class Budget:
         prompt token does.
         """
         for n in range(n_decoding, 0, -1):
-            measured = self._decode_s[n]
-            if measured is not None:
-                return measured + (n_decoding - n) * (self._prompt_token_s or 0.0)
-        return n_decoding * (self._prompt_token_s or 0.0)
+            cost = self._decode_s[n]
+            if cost is not None and self._is_measured(n):
+                return cost.seconds + (n_decoding - n) * self._prompt_token_s
+        return n_decoding * self._prompt_token_s
 
-
-def _smooth(old: float | None, new: float, weight: float) -> float:
-    return new if old is None else old + _SMOOTHING * weight * (new - old)
+    def _is_measured(self, n_decoding: int) -> bool:
+        cost = self._decode_s[n_decoding]
+        return cost is not None and self._n_steps - cost.seen_at <= _FRESH_STEPS

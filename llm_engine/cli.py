@@ -20,7 +20,14 @@ EXIT_BROKEN_PIPE = 141
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that `engine_config` reads."""
-    model = parser.add_argument_group("model")
+    _add_model_flags(parser.add_argument_group("model"))
+    engine = parser.add_argument_group("engine")
+    _add_batching_flags(engine)
+    _add_reuse_flags(engine)
+    _add_llama_flags(engine)
+
+
+def _add_model_flags(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--model",
         default=os.environ.get("MODEL_PATH") or None,
@@ -40,7 +47,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="never use the network; fail if it is not cached (environment: SKIP_MODEL_DOWNLOAD=1)",
     )
     model.add_argument("--mlock", action="store_true", help="keep the weights in RAM, never swapped")
-    engine = parser.add_argument_group("engine")
+
+
+def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--max-inflight",
         type=int,
@@ -54,6 +63,44 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="context of each slot, prompt and answer (default: %(default)s, at most the model's)",
     )
+    engine.add_argument(
+        "--batch-size",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens in one step at most (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--target-step-ms",
+        type=int,
+        default=0,
+        metavar="MS",
+        help="take requests while a step stays within this; 0: while slots are free (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="prompt tokens of one step (default: as many as measured step times allow)",
+    )
+
+
+def _add_reuse_flags(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--cache-ram-mib",
+        type=int,
+        default=2048,
+        metavar="MIB",
+        help="host memory for the KV of prompts whose slot was taken; 0 for none (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--no-cache-prompt",
+        action="store_true",
+        help="compute every prompt anew, whatever earlier ones had in common with it",
+    )
+
+
+def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: every core)")
     engine.add_argument(
         "--n-gpu-layers",
@@ -61,13 +108,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="layers on the GPU; -1 for all (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--batch-size",
-        type=int,
-        default=512,
-        metavar="TOKENS",
-        help="tokens in one step at most (default: %(default)s)",
     )
     engine.add_argument(
         "--flash-attn",
@@ -114,6 +154,10 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
         cache_type_v=args.cache_type_v,
         mlock=args.mlock,
         batch_size=args.batch_size,
+        target_step_ms=args.target_step_ms,
+        prefill_chunk=args.prefill_chunk,
+        cache_prompt=not args.no_cache_prompt,
+        cache_ram_mib=args.cache_ram_mib,
     )
 
 

@@ -9,12 +9,15 @@ MAX_SLOTS = 256
 
 _RANGES = {
     "max_inflight": (1, MAX_SLOTS),
+    "target_step_ms": (0, 60_000),
+    "prefill_chunk": (1, 1 << 16),
     "max_waiting": (0, 100_000),
     "ctx_size": (16, 1 << 24),
     "max_tokens": (1, 1 << 24),
     "threads": (1, 1024),
     "n_gpu_layers": (-1, 10_000),
     "batch_size": (1, 1 << 16),
+    "cache_ram_mib": (0, 1 << 24),
 }
 _CHOICES = {
     "flash_attn": ("auto", "on", "off"),
@@ -34,6 +37,8 @@ class EngineConfig:
     model_url: str | None = None  # a plain URL instead
     download: bool = True
     max_inflight: int | None = None  # slots; None: 4 on a CPU, 16 with layers on a GPU
+    target_step_ms: int = 0  # admit no sequence that would make a step longer; 0: every slot
+    prefill_chunk: int | None = None  # prompt tokens of a step; None: as step times allow
     max_waiting: int = 64  # requests accepted beyond the slots
     ctx_size: int = 4096  # tokens per slot, at most the model's own
     max_tokens: int = 4096  # when a request names none
@@ -44,6 +49,8 @@ class EngineConfig:
     cache_type_v: str = "f16"
     mlock: bool = False
     batch_size: int = 512  # tokens in one step at most
+    cache_prompt: bool = True  # begin a prompt with what earlier ones had in common with it
+    cache_ram_mib: int = 2048  # host memory for cells whose slot another request took; 0: none
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,6 +59,10 @@ class EngineConfig:
             raise ConfigError(f"batch_size {self.batch_size} is less than max_inflight {self.n_slots}")
         if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
             raise ConfigError(f"cache_type_v {self.cache_type_v} needs flash_attn on or auto")
+
+    @property
+    def target_step_s(self) -> float | None:
+        return self.target_step_ms / 1000 or None
 
     @property
     def n_slots(self) -> int:

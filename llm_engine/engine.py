@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -31,12 +31,14 @@ from llm_engine.generation import (
 )
 from llm_engine.gguf import ModelFile
 from llm_engine.header import check_header
+from llm_engine.hostcache import HostCache
 from llm_engine.info import Capacity, EngineInfo
 from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
 from llm_engine.model import Model
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Slots
 from llm_engine.text import TextAssembler
 from llm_engine.trial import try_load
 
@@ -48,15 +50,19 @@ class Engine:
 
     def __init__(self, model: Model, backend: Backend, config: EngineConfig, info: EngineInfo) -> None:
         self.info = info
+        self._fault: Exception | None = None
         self._model = model
         self._config = config
         self._count = threading.Condition()
         self._n_inflight = 0
         self._n_preparing = 0
         self._closed = False
-        scheduler = Scheduler(info.max_inflight, model)
-        budget = Budget(config.batch_size, info.max_inflight)
-        self._loop = Loop(backend, scheduler, budget, self._deliver)
+        self._watch: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+        scheduler = Scheduler(_slots(model, backend, config), model)
+        budget = Budget(
+            config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
+        )
+        self._loop = Loop(backend, scheduler, budget, self._deliver, self._admission_changed)
         self._thread = threading.Thread(target=self._run, name="llm-engine-step", daemon=True)
         self._thread.start()
 
@@ -72,8 +78,9 @@ class Engine:
         try_load(file.path)
         model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
         n_ctx = min(config.ctx_size, model.n_ctx_train)
-        backend = LlamaBackend.create(model, context_params(config, n_ctx))
-        return cls(model, backend, config, _describe(model, file, config, n_ctx))
+        info = _describe(model, file, config, n_ctx)
+        backend = LlamaBackend.create(model, context_params(config, n_ctx), info.fingerprint)
+        return cls(model, backend, config, info)
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Template and tokenise a request, and clamp its `max_tokens` to the room left.
@@ -112,19 +119,29 @@ class Engine:
             self._loop.commands.put(Start(sequence))
         return Generation(mailbox, self._control)
 
+    @property
+    def fault(self) -> Exception | None:
+        """What ended the engine before it was closed; None as long as it works."""
+        return self._fault
+
     def capacity(self) -> Capacity:
         """How busy the engine is now."""
         stats, inflight = self._loop.stats, self._n_inflight
+        n_admissible = 0 if self._closed else min(self.info.max_inflight, stats.n_admissible)
         return Capacity(
             inflight=inflight,
             decoding=stats.n_decoding,
             max_inflight=self.info.max_inflight,
-            available_slots=0 if self._closed else max(0, self.info.max_inflight - inflight),
+            available_slots=max(0, n_admissible - inflight),
             step_ms=stats.step_ms,
             step_age_s=time.monotonic() - stats.ended_at if stats.ended_at else 0.0,
             kv_promised_tokens=stats.kv_promised_tokens,
             tokens_per_second=stats.tokens_per_second,
         )
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` on the running event loop whenever step times change what is available."""
+        self._watch = (asyncio.get_running_loop(), on_change)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Take nothing new and wait for what runs; False if some still did after `timeout_s`."""
@@ -149,8 +166,9 @@ class Engine:
         """Step until closed; a fault of the loop itself ends the engine, not its callers' patience."""
         try:
             self._loop.run()
-        except Exception:
+        except Exception as error:
             logger.exception("the step loop failed: the engine has ended")
+            self._fault = error
         with self._count:
             self._closed = True
         self._loop.end()
@@ -180,6 +198,13 @@ class Engine:
                 self._loop.commands.put(SetPaused(mailbox, True))
             case Control.RESUME:
                 self._loop.commands.put(SetPaused(mailbox, False))
+
+    def _admission_changed(self) -> None:
+        """Tell who watches. Thread: step thread."""
+        if self._watch is not None:
+            loop, on_change = self._watch
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(on_change)
 
     def _deliver(self, events: list[Addressed]) -> None:
         """Hand a step's events over. Thread: step thread."""
@@ -222,6 +247,16 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def _slots(model: Model, backend: Backend, config: EngineConfig) -> Slots:
+    return Slots(
+        config.n_slots,
+        backend,
+        HostCache(config.cache_ram_mib << 20),
+        is_end_of_turn=model.is_end_of_generation,
+        reuses=config.cache_prompt,
+    )
 
 
 def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:

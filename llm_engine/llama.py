@@ -170,6 +170,7 @@ _vocab_get_text = _short("llama_vocab_get_text")
 _vocab_get_attr = _short("llama_vocab_get_attr")
 _vocab_is_eog = _short("llama_vocab_is_eog")
 _memory_seq_rm = _short("llama_memory_seq_rm")
+_memory_seq_pos_max = _short("llama_memory_seq_pos_max")
 _get_logits = _short("llama_get_logits")
 
 
@@ -248,6 +249,15 @@ def n_params(model: ModelPointer) -> int:
 
 def n_ctx_train(model: ModelPointer) -> int:
     return int(c.llama_model_n_ctx_train(model))
+
+
+def has_recurrent_state(model: ModelPointer) -> bool:
+    """Whether any layer keeps a state that cannot be cut back to fewer tokens."""
+    return bool(c.llama_model_is_recurrent(model) or c.llama_model_is_hybrid(model))
+
+
+def has_sliding_window(model: ModelPointer) -> bool:
+    return int(c.llama_model_n_swa(model)) > 0
 
 
 # --- one context -------------------------------------------------------------------------------------------
@@ -345,7 +355,43 @@ class LogitsViews:
         return self._views[n_rows]
 
 
-def drop_cells(context: ContextPointer, seq_id: int, n_seq_max: int) -> None:
-    """Forget everything cached for `seq_id`. Source: llama_memory_seq_rm."""
-    assert 0 <= seq_id < n_seq_max, f"seq_id {seq_id} not in 0..{n_seq_max - 1}"
-    _memory_seq_rm(c.llama_get_memory(context), seq_id, -1, -1)
+# --- the cells of one sequence -----------------------------------------------------------------------------
+
+
+def cut_cells(context: ContextPointer, seq_id: int, n_tokens: int) -> bool:
+    """Keep the first `n_tokens` of what is cached for `seq_id`; False if that leaves something else.
+
+    Source: llama_memory_seq_rm, which refuses to cut a recurrent state, and llama_memory_seq_pos_max.
+    """
+    memory = c.llama_get_memory(context)
+    _memory_seq_rm(memory, seq_id, n_tokens, -1)
+    return bool(_memory_seq_pos_max(memory, seq_id) == n_tokens - 1)
+
+
+def n_state_bytes(context: ContextPointer, seq_id: int, *, partial: bool) -> int:
+    return int(c.llama_state_seq_get_size_ext(context, seq_id, _state_flags(partial)))
+
+
+def get_state(
+    context: ContextPointer, seq_id: int, into: npt.NDArray[np.uint8], *, partial: bool
+) -> npt.NDArray[np.uint8]:
+    """Copy what is cached for `seq_id` into a buffer; releases the GIL. Returns the part written.
+
+    `partial` leaves out what can be cut, the cells of full attention. Source: llama_state_seq_get_data_ext.
+    """
+    data = _pointer(into, ctypes.c_uint8)
+    n_bytes = c.llama_state_seq_get_data_ext(context, data, into.nbytes, seq_id, _state_flags(partial))
+    if not n_bytes:
+        raise BackendError(f"llama.cpp gave no state of sequence {seq_id}")
+    return into[:n_bytes]
+
+
+def set_state(context: ContextPointer, seq_id: int, state: npt.NDArray[np.uint8], *, partial: bool) -> None:
+    """Replace what is cached for `seq_id`; releases the GIL. Source: llama_state_seq_set_data_ext."""
+    data = _pointer(state, ctypes.c_uint8)
+    if not c.llama_state_seq_set_data_ext(context, data, state.nbytes, seq_id, _state_flags(partial)):
+        raise BackendError(f"llama.cpp took no state of {state.nbytes} bytes for sequence {seq_id}")
+
+
+def _state_flags(partial: bool) -> int:
+    return int(c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else c.LLAMA_STATE_SEQ_FLAGS_NONE)

@@ -8,7 +8,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from llm_engine.backend import Backend
@@ -53,9 +53,10 @@ class StepStats:
     """How the last steps went; published after each for any thread to read."""
 
     n_decoding: int = 0
+    n_admissible: int  # sequences that may be in the engine before more would slow the step too far
     kv_promised_tokens: int = 0
     step_ms: float = 0.0  # smoothed
-    ended_at: float | None = None  # monotonic; None while idle
+    ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
     tokens_per_second: float = 0.0  # smoothed
 
 
@@ -68,16 +69,18 @@ class Loop:
         scheduler: Scheduler,
         budget: Budget,
         deliver: Callable[[list[Addressed]], None],
+        on_admission: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.stats = StepStats()
         self._backend = backend
         self._scheduler = scheduler
         self._budget = budget
         self._deliver = deliver
+        self._on_admission = on_admission  # called when `stats.n_admissible` has changed
         self._clock = clock
         self._closing = False
+        self.stats = self._idle_stats()
 
     def run(self) -> None:
         """Step until closed; waits for a command when there is nothing to compute."""
@@ -86,8 +89,11 @@ class Loop:
             if events:
                 self._deliver(events)
             if not computed and not self._closing:
-                self.stats = StepStats(kv_promised_tokens=self._scheduler.kv_promised_tokens)
-                self._deliver(self._apply(self.commands.get()))
+                self._set_stats(self._idle_stats())
+                command = self.commands.get()
+                # A first step that never ends is told by its age, as any other.
+                self.stats = replace(self.stats, ended_at=self._clock())
+                self._deliver(self._apply(command))
 
     def end(self) -> None:
         """Answer everyone who still waits, in the queue of commands too, and free the context."""
@@ -97,19 +103,16 @@ class Loop:
         ended = EngineClosed("the engine has ended")
         events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
         self._deliver(events)
-        self._drop_freed()
         self._backend.close()
 
     def step(self) -> tuple[list[Addressed], bool]:
         """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
         events = self._drain_commands()
-        events += self._scheduler.admit(self._clock())
-        self._drop_freed()
+        events += self._scheduler.admit(self._clock(), self._n_admissible())
         plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
         if not plan.slices:
             return events, False
         events += self._compute(plan)
-        self._drop_freed()
         return events, True
 
     def _compute(self, plan: Plan) -> list[Addressed]:
@@ -144,21 +147,34 @@ class Loop:
                 self._closing = True
         return []
 
-    def _drop_freed(self) -> None:
-        for seq_id in self._scheduler.take_freed():
-            self._backend.drop(seq_id)
+    def _n_admissible(self) -> int:
+        n_prompts = self._scheduler.load().n_prompts
+        return self._budget.n_admissible(self._scheduler.n_running, n_prompts)
+
+    def _idle_stats(self) -> StepStats:
+        return StepStats(
+            n_admissible=self._n_admissible(), kv_promised_tokens=self._scheduler.kv_promised_tokens
+        )
 
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
         old = self.stats
         since = old.ended_at if old.ended_at is not None else started
         rate = n_sampled / max(ended - since, 1e-6)
-        self.stats = StepStats(
+        stats = StepStats(
             n_decoding=self._scheduler.load().n_decoding,
+            n_admissible=self._n_admissible(),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,
             tokens_per_second=_smooth(old.tokens_per_second, rate),
         )
+        self._set_stats(stats)
+
+    def _set_stats(self, stats: StepStats) -> None:
+        changed = stats.n_admissible != self.stats.n_admissible
+        self.stats = stats
+        if changed:
+            self._on_admission()
 
 
 def _sample(plan: Plan, rows: Logits) -> list[int | EngineError]:

@@ -1,20 +1,21 @@
 """Which tokens the next step computes, and what its results mean.
 
-Owns: the waiting and the running sequences, and the free slots. Pure: no clock, no library, no logging.
+Owns: the waiting and the running sequences. Pure: no clock, no library, no logging.
 Called by: `loop.py`, on the step thread. `plan` decides, `commit` takes the sampled tokens; the events of
-both are (key, event) pairs for the callers.
+both are (key, event) pairs for the callers. Which slot a sequence gets, and what of its prompt is computed
+already, is the business of `slots.py`.
 """
 
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Protocol, Self, TypeAlias
 
 from llm_engine.budget import Load
 from llm_engine.errors import EngineError
 from llm_engine.generation import Delta, Event, Failed, StopReason
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Slots
 
 Addressed: TypeAlias = tuple[Hashable, Event]
 
@@ -69,28 +70,31 @@ class Plan:
 class Scheduler:
     """Continuous batching: sequences join and leave at any step."""
 
-    def __init__(self, n_slots: int, vocabulary: Vocabulary) -> None:
+    def __init__(self, slots: Slots, vocabulary: Vocabulary) -> None:
+        self._slots = slots
         self._vocabulary = vocabulary
-        self._free = list(range(n_slots))  # a heap: low slots first, so that those in use lie together
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Hashable, Sequence] = {}  # in order of admission
-        self._freed: list[int] = []
 
     # -- entering and leaving --
 
     def enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
-    def admit(self, now: float) -> list[Addressed]:
-        """Give free slots to waiting sequences; a continuation that was complete already ends here."""
+    def admit(self, now: float, n_admissible: int) -> list[Addressed]:
+        """Give free slots to waiting sequences, so that at most `n_admissible` run.
+
+        A continuation that was complete already ends here.
+        """
         events: list[Addressed] = []
-        while self._waiting and self._free:
+        while self._waiting and self._slots.has_free and self.n_running < n_admissible:
             sequence = self._waiting.popleft()
-            sequence.seq_id = heappop(self._free)
+            self._slots.claim(sequence)
             sequence.admitted_at = now
             self._running[sequence.key] = sequence
             if sequence.n_generated:
                 events += self._resume(sequence, now)
+        self._slots.start_ready(gently=self.load().n_decoding > 0)
         return events
 
     def cancel(self, key: Hashable, now: float) -> list[Addressed]:
@@ -99,7 +103,7 @@ class Scheduler:
         if sequence is None:
             return []
         finished = sequence.finished(StopReason.CANCELLED, now)
-        self._remove(sequence)
+        self._remove(sequence, keep_cells=True)
         return [(key, finished)]
 
     def set_paused(self, key: Hashable, paused: bool) -> None:
@@ -109,19 +113,14 @@ class Scheduler:
             sequence.paused = paused
 
     def fail(self, sequences: Iterable[Sequence], error: EngineError) -> list[Addressed]:
-        """End sequences with an error."""
+        """End sequences with an error; nobody knows what their cells hold."""
         failed = list(sequences)
         for sequence in failed:
-            self._remove(sequence)
+            self._remove(sequence, keep_cells=False)
         return [(sequence.key, Failed(error)) for sequence in failed]
 
     def all_sequences(self) -> list[Sequence]:
         return [*self._running.values(), *self._waiting]
-
-    def take_freed(self) -> list[int]:
-        """Slots whose sequence ended since the last call: their cells are to be dropped."""
-        freed, self._freed = self._freed, []
-        return freed
 
     # -- counts --
 
@@ -130,6 +129,11 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         n_decoding = sum(s.is_decoding for s in active)
         return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that hold a slot, paused ones too."""
+        return len(self._running)
 
     @property
     def kv_promised_tokens(self) -> int:
@@ -142,13 +146,13 @@ class Scheduler:
         """Every running sequence gets its token; `n_prompt_tokens` more are shared among prompts."""
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
-        prompts = [s for s in active if not s.is_decoding]
+        prompts = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
         return Plan.of(decoding, _share(prompts, n_prompt_tokens))
 
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
         for part in plan.slices:
-            part.sequence.n_computed += part.n_tokens
+            self._slots.advance(part.sequence, part.n_tokens)
         events: list[Addressed] = []
         for part, token in zip(plan.sampled, tokens, strict=True):
             if isinstance(token, EngineError):
@@ -179,31 +183,33 @@ class Scheduler:
         if sequence.stop_reason is None:
             return []
         finished = sequence.finished(sequence.stop_reason, now)
-        self._remove(sequence)
+        self._remove(sequence, keep_cells=True)
         return [(sequence.key, finished)]
 
     def _find(self, key: Hashable) -> Sequence | None:
         running = self._running.get(key)
         return running or next((s for s in self._waiting if s.key == key), None)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence, *, keep_cells: bool) -> None:
         if sequence.seq_id is None:
             self._waiting.remove(sequence)
             return
         del self._running[sequence.key]
-        heappush(self._free, sequence.seq_id)
-        self._freed.append(sequence.seq_id)
+        self._slots.release(sequence, keep=keep_cells)
 
 
-def _share(prompts: list[Sequence], n_tokens: int) -> list[Slice]:
-    """Divide a step's prompt tokens: the oldest prompt first, but a part for the one with least left."""
+def _share(prompts: dict[Sequence, int], n_tokens: int) -> list[Slice]:
+    """Divide a step's prompt tokens: the oldest prompt first, but a part for the one with least left.
+
+    `prompts` says how many each can take.
+    """
     shares = dict.fromkeys(prompts, 0)
     if len(prompts) > 1:
         shortest = min(prompts, key=lambda s: s.n_pending)
-        shares[shortest] = min(shortest.n_pending, n_tokens // _SHORTEST_SHARE)
+        shares[shortest] = min(prompts[shortest], n_tokens // _SHORTEST_SHARE)
     left = n_tokens - sum(shares.values())
-    for sequence in prompts:
-        more = min(left, sequence.n_pending - shares[sequence])
+    for sequence, n_ready in prompts.items():
+        more = min(left, n_ready - shares[sequence])
         shares[sequence] += more
         left -= more
     return [Slice.of(sequence, share) for sequence, share in shares.items() if share]

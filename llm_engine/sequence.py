@@ -1,6 +1,7 @@
 """The state of one sequence: what it has been told, what of that is computed, what it may still say.
 
-Owns: tokens and counts of one generation on the step thread. Touched by: `scheduler.py` only.
+Owns: tokens and counts of one generation on the step thread. Touched by: `scheduler.py`, and its place in the
+context by `slots.py`.
 
     tokens    [ prompt ............ | resumed ... | generated ...... ]
                0                     n_prompt
@@ -29,6 +30,7 @@ class Sequence:
     text: TextAssembler
     seq_id: int | None = None
     n_computed: int = 0
+    n_cached: int = 0  # of `tokens`, taken over from an earlier sequence
     paused: bool = False
     stop_reason: StopReason | None = None
     admitted_at: float = 0.0
@@ -80,7 +82,7 @@ class Sequence:
         return Finished(
             reason=reason,
             n_prompt=self.n_prompt,
-            n_cached=0,
+            n_cached=self.n_cached,
             n_completion=self.n_generated,
             prefill_ms=1000 * (first - self.admitted_at) if self.seq_id is not None else 0.0,
             decode_ms=1000 * (now - first),

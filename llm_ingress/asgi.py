@@ -8,7 +8,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from llm_ingress.api.errors import ApiError
 
@@ -24,11 +24,23 @@ LINGER_S = 1.0
 # A proxy in front passes each chunk on as it comes, and keeps none of it.
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
+EXPRESS = "llm_ingress.express"  # the extension of a scope that is an `Express`
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}\Z")
 
 
 class ClientLeft(Exception):
     """The client is gone; there is nobody to answer."""
+
+
+class Express(Protocol):
+    """A short way to the client for bytes of an answer under way, where the server has one."""
+
+    def takes(self, n_bytes: int) -> bool:
+        """Whether so many bytes would leave at once, behind all that was sent before."""
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of the body that it takes."""
 
 
 class Call:
@@ -53,6 +65,12 @@ class Call:
     def path(self) -> str:
         """The path, percent signs decoded."""
         return str(self.scope["path"])
+
+    @property
+    def express(self) -> Express | None:
+        """The short way for the body, once the head is sent."""
+        extensions: MutableMapping[str, Any] = self.scope.get("extensions") or {}
+        return extensions.get(EXPRESS)
 
     @property
     def client_host(self) -> str:

@@ -68,7 +68,8 @@ class Attachment:
         self.identity = identity
         self.hello: Hello | None = None
         self.outbox = Outbox()
-        self._gateway = gateway
+        self._workers = gateway.workers
+        self._lease_s = gateway.config.heartbeat_timeout_s
         self._rules = rules
         self._on_output = on_output
         self._on_close = on_close
@@ -92,14 +93,14 @@ class Attachment:
     def refuse(self, refused: WorkerRefused) -> WorkerRefused:
         """Tell the worker why it may not attach; returns what was given."""
         is_duplicate = refused.reason is RefusedFor.DUPLICATE
-        retry_after_s = self._gateway.config.heartbeat_timeout_s if is_duplicate else RETRY_AFTER_S
+        retry_after_s = self._lease_s if is_duplicate else RETRY_AFTER_S
         self._send(Refusal(reason=refused.reason, message=refused.message, retry_after_s=retry_after_s))
         return refused
 
     def lose(self, why: str) -> None:
         """The connection has ended: what the worker held goes back. Idempotent."""
         if self.hello is not None:
-            self._gateway.detach(self._worker_id, why)
+            self._workers.detach(self._worker_id, why)
 
     def _hear(self, message: FromWorker) -> None:
         if self.hello is None:
@@ -107,15 +108,15 @@ class Attachment:
             return
         match message:
             case Body():  # the usual one, and therefore first
-                self._gateway.body(self._worker_id, *message)
+                self._workers.body(self._worker_id, *message)
             case OfLane(ref=ref, content=content):
                 self._hear_of(ref, content)
             case Credit():
-                self._gateway.credit(self._worker_id, *message)
+                self._workers.credit(self._worker_id, *message)
             case Heartbeat():
-                self._gateway.heartbeat(self._worker_id, message)
+                self._workers.heartbeat(self._worker_id, message)
             case RingSignal():
-                self._gateway.draining(self._worker_id)
+                self._workers.draining(self._worker_id)
             case Hello():
                 raise ProtocolFault("a second HELLO")
             case _:
@@ -124,13 +125,15 @@ class Attachment:
     def _hear_of(self, ref: LaneRef, content: Head | End | Fail | LaneSignal) -> None:
         match content:
             case Head():
-                self._gateway.head(self._worker_id, ref, content)
+                self._workers.head(self._worker_id, ref, content)
             case End():
-                self._gateway.end(self._worker_id, ref, content)
+                self._workers.end(self._worker_id, ref, content)
             case Fail():
-                self._gateway.fail(self._worker_id, ref, content)
+                self._workers.fail(self._worker_id, ref, content)
+            case LaneSignal.WORKING:
+                self._workers.working(self._worker_id, ref)
             case LaneSignal():
-                self._gateway.release(self._worker_id, ref)
+                self._workers.release(self._worker_id, ref)
             case _:
                 assert_never(content)
 
@@ -148,10 +151,9 @@ class Attachment:
         if allow is not None and self.identity not in allow:
             text = f"{self.identity} is not among the workers that may attach"
             raise WorkerRefused(RefusedFor.ALLOW_LIST, text)
-        self._worker_id = self._gateway.attach(hello, self, identity=self.identity)
+        self._worker_id = self._workers.attach(hello, self, identity=self.identity)
         self.hello = hello
-        heartbeat_timeout_s = self._gateway.config.heartbeat_timeout_s
-        self._send(Welcome(ingress_id=self._rules.ingress_id, heartbeat_timeout_s=heartbeat_timeout_s))
+        self._send(Welcome(ingress_id=self._rules.ingress_id, heartbeat_timeout_s=self._lease_s))
 
     # What the gateway says.
 

@@ -1,7 +1,7 @@
 """The bounds a ring is run within: places, bytes, attempts, time.
 
 Pure: `overdue` says how a lane ends that is past one of its limits of time, `hopeless` how one does that no
-further claim would help; `gateway.py` asks, and ends it.
+further claim would help; `gateway.py` and `placement.py` ask, and end it.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class GatewayConfig:
     contended_stall_timeout_s: float = 2.0  # while other lanes wait for the same model
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
-    claim_timeout_s: float = 60.0  # for a worker's first word about a lane it was granted
+    claim_timeout_s: float = 60.0  # between two words of a worker about a lane it holds
     max_attempts: int = 3
     no_worker_timeout_s: float = 10.0
 
@@ -37,17 +37,17 @@ class GatewayConfig:
             "stall_timeout_s",
             "contended_stall_timeout_s",
             "heartbeat_interval_s",
-            "claim_timeout_s",
             "no_worker_timeout_s",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}, must be more than 0")
-        if not self.heartbeat_timeout_s > self.heartbeat_interval_s:
-            raise ConfigError(
-                f"heartbeat_timeout_s is {self.heartbeat_timeout_s}, "
-                f"must be more than heartbeat_interval_s, {self.heartbeat_interval_s}"
-            )
+        for name in ("heartbeat_timeout_s", "claim_timeout_s"):
+            value = getattr(self, name)
+            if not value > self.heartbeat_interval_s:
+                raise ConfigError(
+                    f"{name} is {value}, must be more than heartbeat_interval_s, {self.heartbeat_interval_s}"
+                )
 
 
 def overdue(lane: Lane, now: float, config: GatewayConfig, *, is_contended: bool) -> Outcome | None:

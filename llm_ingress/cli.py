@@ -23,6 +23,7 @@ from llm_ingress.control import ControlConfig, serve_control
 from llm_ingress.draining import Drain
 from llm_ingress.endpoint import parse_endpoint
 from llm_ingress.errors import ConfigError
+from llm_ingress.frames import MAX_LANE_BYTES
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Listener, ServingConfig, listen, serve
@@ -87,6 +88,12 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
     _add_seconds(
         control, "--heartbeat-interval", bounds.heartbeat_interval_s, "how often workers are set to be heard"
     )
+    _add_seconds(
+        control,
+        "--claim-timeout",
+        bounds.claim_timeout_s,
+        "a worker that says nothing of a lane it holds for so long loses it, though it is heard",
+    )
 
 
 def _add_tenant_flags(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +128,10 @@ async def _run(args: argparse.Namespace, listener: Listener) -> int:
     """Serve both listeners until the drain is over."""
     drain = Drain()
     drain_on_signals(drain)
-    gateway = Gateway(_ring_config(args))
-    app = Public(gateway, replace(public_config(args), tenancy=_tenancy(args)))
+    ring, public = _ring_config(args), replace(public_config(args), tenancy=_tenancy(args))
+    _check_that_lanes_fit(ring, public)
+    gateway = Gateway(ring)
+    app = Public(gateway, public)
     control_tls = LiveContext(control_context, _control_files(args), datetime.now(UTC))
     control = await serve_control(gateway, control_tls.for_listener(), _control_config(args))
     reload_on_hangup([control_tls] if listener.tls is None else [control_tls, listener.tls])
@@ -143,7 +152,18 @@ def _ring_config(args: argparse.Namespace) -> GatewayConfig:
         gateway_config(args),
         heartbeat_interval_s=args.heartbeat_interval,
         heartbeat_timeout_s=args.heartbeat_timeout,
+        claim_timeout_s=args.claim_timeout,
     )
+
+
+def _check_that_lanes_fit(ring: GatewayConfig, public: PublicConfig) -> None:
+    """Raises: ConfigError if workers would end the connection over the largest request."""
+    most = MAX_LANE_BYTES - ring.response_buffer_bytes
+    if public.max_request_bytes > most:
+        raise ConfigError(
+            f"max_request_bytes is {public.max_request_bytes}, must be at most {most}: with the progress of "
+            f"its answer, up to response_buffer_bytes, {ring.response_buffer_bytes}, it is to fit into a lane"
+        )
 
 
 def _control_files(args: argparse.Namespace) -> CertificateFiles:
@@ -209,7 +229,9 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="largest request body, beyond it 413 (default: 16 MiB)",
     )
-    _add_seconds(limits, "--body-timeout", 30, "a request's body may take this long, then 408")
+    _add_seconds(
+        limits, "--body-timeout", 30, "a request's headers may take this long, and then its body, else 408"
+    )
     limits.add_argument(
         "--response-buffer",
         type=int,
@@ -251,6 +273,7 @@ def serving_config(args: argparse.Namespace) -> ServingConfig:
         port=default_port if args.port is None else args.port,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
+        head_timeout_s=args.body_timeout,
         drain_timeout_s=args.drain_timeout,
     )
 
@@ -304,7 +327,7 @@ def reload_on_hangup(contexts: Iterable[LiveContext]) -> None:
 
 
 def drain_on_signals(drain: Drain) -> None:
-    """SIGTERM and Ctrl-C ask for the drain; asked twice, it ends at once. Call on the event loop."""
+    """SIGTERM and Ctrl-C ask for the drain, and again for its end. Call on the event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.ask)

@@ -24,13 +24,13 @@ from llm_ingress.endpoint import Endpoint
 from llm_ingress.errors import CertificateFault, ConfigError, ProtocolFault, WorkerRefused
 from llm_ingress.gateway import Gateway
 from llm_ingress.outbox import MAX_MESSAGE_BYTES
+from llm_ingress.tls_listener import TlsListener
 from llm_ingress.wire import RefusedFor
 
 logger = logging.getLogger(__name__)
 
 RING_PATH = "/ring"
-BACKLOG = 1024  # a whole fleet comes back at once after an outage
-HANDSHAKE_S = 10.0  # for TLS, and as long again for the HELLO
+HELLO_S = 10.0
 CLOSE_S = 1.0  # for the last words to a peer that may not listen
 # A worker that takes nothing for so long is beyond a frozen process or a cut line.
 STUCK_S = 60.0
@@ -57,9 +57,9 @@ async def serve_control(gateway: Gateway, tls: ssl.SSLContext, config: ControlCo
 
     Raises: ConfigError if the address cannot be had.
     """
-    control = Control(gateway, config)
+    control = Control(gateway, tls, config)
     try:
-        await control.listen(tls)
+        await control.listen()
     except OSError as error:
         message = f"cannot listen for workers on {config.host} port {config.port}: {error.strerror}"
         raise ConfigError(message) from error
@@ -69,31 +69,22 @@ async def serve_control(gateway: Gateway, tls: ssl.SSLContext, config: ControlCo
 class Control:
     """The listener and its connections; `serve_control` makes it. Thread: event loop."""
 
-    def __init__(self, gateway: Gateway, config: ControlConfig) -> None:
+    def __init__(self, gateway: Gateway, tls: ssl.SSLContext, config: ControlConfig) -> None:
         self._gateway = gateway
         self._config = config
         self._rules = AttachRules(ingress_id=uuid.uuid4().hex, allow=config.allow)
         self._connections: set[_Connection] = set()
         self._http = web.Server(self._serve_request, access_log=None)
-        self._listener: asyncio.Server | None = None
+        self._listener = TlsListener(self._http, tls)
 
-    async def listen(self, tls: ssl.SSLContext) -> None:
+    async def listen(self) -> None:
         """Open the socket. Raises: OSError."""
-        self._listener = await asyncio.get_running_loop().create_server(
-            self._http,
-            self._config.host,
-            self._config.port,
-            ssl=tls,
-            ssl_handshake_timeout=HANDSHAKE_S,
-            backlog=BACKLOG,
-        )
+        await self._listener.open(self._config.host, self._config.port)
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        assert self._listener is not None, "not listening"
-        port: int = self._listener.sockets[0].getsockname()[1]
-        return port
+        return self._listener.port
 
     @property
     def endpoint(self) -> Endpoint:
@@ -108,8 +99,7 @@ class Control:
 
     async def close(self) -> None:
         """Close the listener and every connection, each with what is still to be sent on it. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         for connection in tuple(self._connections):
             connection.end("this ingress goes away", WSCloseCode.GOING_AWAY, is_expected=True)
         await self._http.shutdown(timeout=2 * CLOSE_S)
@@ -209,11 +199,11 @@ class _Connection:
         if self._fault is not None:
             raise self.attachment.refuse(WorkerRefused(RefusedFor.IDENTITY, self._fault))
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(HELLO_S):
                 while (hello := self.attachment.hello) is None:
                     await self._receive()
         except TimeoutError:
-            raise ProtocolFault(f"no HELLO within {HANDSHAKE_S:g} s") from None
+            raise ProtocolFault(f"no HELLO within {HELLO_S:g} s") from None
         logger.info(
             "worker %s is attached as %s with %s: instance %s, %d places",
             self._peer,

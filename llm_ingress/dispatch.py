@@ -2,7 +2,7 @@
 lane gives way when no place is left.
 
 Owns: the order of the waiting lanes, and the names models go by. Decides, and acts on nothing.
-Called by: `gateway.py`, which claims what is chosen here.
+Called by: `placement.py`, which claims what is chosen here.
 
 Order within a model: lanes that come back from a worker first, oldest first; then tenants in turn, and first
 come first served within a tenant. Taking the next fresh lane costs the same however many wait.
@@ -29,8 +29,7 @@ def suits(worker: WorkerView, lane: Lane) -> bool:
     An answer that has begun can only be continued where the same tokens give the same text.
     """
     return (
-        worker.is_live
-        and not worker.is_draining
+        worker.is_able
         and worker.card.name == lane.model
         and (not lane.progress or worker.card.fingerprint == lane.fingerprint)
     )
@@ -171,6 +170,6 @@ class Dispatch:
 
     def pop_for(self, worker: WorkerView) -> Lane | None:
         """Take out the next lane for a worker; None if it has no credit or nothing it can take waits."""
-        if worker.credit == 0 or worker.is_draining or not worker.is_live:
+        if worker.credit == 0 or not worker.is_able:
             return None
         return self._queues[worker.card.name].pop_for(worker)

@@ -9,14 +9,17 @@ there, so whatever fails until then is a real status. After it, a failure is the
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 
 from llm_ingress.api import errors as api
 from llm_ingress.api.errors import ApiError
-from llm_ingress.asgi import Call, ClientLeft
+from llm_ingress.asgi import Call, ClientLeft, Express
 from llm_ingress.bodies import Bodies
 from llm_ingress.dialects import Dialect
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
+from llm_ingress.media import check_media
+from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Head
 
@@ -37,17 +40,20 @@ _REFUSALS = {
 class Exchange:
     """One request and the lane it takes. Thread: event loop."""
 
-    def __init__(self, gateway: Gateway, tenancy: Tenancy, dialect: Dialect, call: Call) -> None:
+    def __init__(
+        self, gateway: Gateway, relays: Relays, tenancy: Tenancy, dialect: Dialect, call: Call
+    ) -> None:
         self._gateway = gateway
+        self._relays = relays
         self._tenancy = tenancy
         self._dialect = dialect
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._began_at = time.monotonic()
-        self._first_at: float | None = None
         self._lane: Lane | None = None
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._express: Express | None = None  # while a stream is relayed
         self._flush_timer: asyncio.TimerHandle | None = None
         self._is_ending = False
         self._is_aborted = False
@@ -55,7 +61,7 @@ class Exchange:
     async def run(self, bodies: Bodies) -> None:
         """Read, admit, answer."""
         try:
-            self._check_content_type()
+            check_media(self._call.header(b"content-type"), self._call.headers(b"content-encoding"))
             body = await bodies.read(self._call)
         except ClientLeft:
             return
@@ -71,13 +77,6 @@ class Exchange:
             return
         del body  # the lane keeps it
         await self._serve(lane)
-
-    def _check_content_type(self) -> None:
-        content_type = self._call.header(b"content-type")
-        if content_type is not None:
-            media_type = content_type.partition(";")[0].strip().lower()
-            if media_type != "application/json" and not media_type.endswith("+json"):
-                raise api.wrong_content_type(content_type)
 
     def _open_lane(self, body: bytes) -> Lane:
         """Take a place in the ring. Raises: ApiError."""
@@ -129,9 +128,9 @@ class Exchange:
             await self._collect(lane)
 
     async def _relay(self, lane: Lane, head: Head) -> None:
-        """Pass a stream on, as it comes."""
-        self._first_at = time.monotonic()
+        """Pass a stream on, as it comes. Most of it goes by the short way, while this waits."""
         await self._call.start(head.status, (*head.headers, _lane_header(lane)))
+        self._express = self._call.express
         while True:
             if lane.unread:
                 await self._call.write(self._gateway.take(lane))
@@ -148,7 +147,6 @@ class Exchange:
         pieces = []
         while lane.outcome is None or lane.unread:
             if lane.unread:
-                self._first_at = self._first_at or time.monotonic()
                 pieces.append(self._gateway.take(lane))
             else:
                 await self._change()
@@ -188,14 +186,28 @@ class Exchange:
         await self._waiter
 
     def _on_change(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
         lane = self._lane
+        if lane is None or lane.outcome is not None or self._express is None:
+            self._wake()
+        elif self._waiter is not None:
+            self._relays.add(self)
         if lane is not None and lane.outcome is not None:
             self._on_end(lane.outcome)
+
+    def pass_on(self) -> None:
+        """Send what is unread by the short way, or leave it to the answer's task if that is shut."""
+        lane, express = self._lane, self._express
+        if self._waiter is None or lane is None or express is None or not lane.unread:
+            return
+        if express.takes(lane.unread):
+            express.write(self._gateway.take(lane))
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _on_end(self, outcome: Outcome) -> None:
         if outcome.reason is OutcomeReason.STALLED:
@@ -230,22 +242,23 @@ class Exchange:
         )
 
     def _log_end(self, lane: Lane) -> None:
-        now = time.monotonic()
-        outcome = lane.outcome
-        end = outcome.end if outcome is not None else None
         logger.info(
-            "request %s lane %d: model=%s n_prompt=%d n_cached=%d n_out=%d"
-            " ttft_ms=%.0f total_ms=%.0f outcome=%s",
+            "request %s lane %d: model=%s %s total_ms=%.0f outcome=%s",
             self._call.request_id,
             lane.id,
             lane.model,
-            end.n_prompt if end else 0,
-            end.n_cached if end else 0,
-            end.n_completion if end else 0,
-            ((self._first_at or now) - self._began_at) * 1000,
-            (now - self._began_at) * 1000,
-            outcome.reason if outcome else "fault",
+            " ".join(f"{name}={value:.0f}" for name, value in self._account(lane) if value is not None),
+            (time.monotonic() - self._began_at) * 1000,
+            lane.outcome.reason if lane.outcome else "fault",
         )
+
+    def _account(self, lane: Lane) -> Iterator[tuple[str, float | None]]:
+        """Yield what is known of the answer: by the worker's END, or by the progress it made."""
+        end = lane.outcome.end if lane.outcome else None
+        yield "n_prompt", end.n_prompt if end else lane.tally.n_prompt
+        yield "n_cached", end.n_cached if end else None
+        yield "n_out", end.n_completion if end else lane.tally.n_generated
+        yield "ttft_ms", lane.first_token_at and (lane.first_token_at - self._began_at) * 1000
 
 
 def _is_stream(head: Head) -> bool:

@@ -17,6 +17,8 @@ from llm_ingress.payloads import LENGTH, OF_RING, Kind, Packed, pack_payload, un
 from llm_ingress.wire import Body, LaneRef, Message
 
 MAX_PAYLOAD_BYTES: Final = 64 * 1024
+# A LANE at most: its request's body, and its progress. Workers hold so much of each that is under way.
+MAX_LANE_BYTES: Final = 64 * 1024 * 1024
 HEADER = struct.Struct("!BBIQI")
 HEADER_BYTES: Final = HEADER.size
 OPEN_MESSAGE_BYTES = 512  # what an unfinished message costs beside its payload

@@ -1,8 +1,8 @@
 """A lane: one admitted public request, its state, its two bounded buffers, and the pool it takes a place in.
 
 Owns: what clients have not read yet, what another worker would need to continue, and every place of the ring.
-Touched by: `gateway.py` only, on the event loop. The HTTP surface reads a lane's `state`, `head`, `unread`
-and `outcome`, and changes nothing.
+Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. The HTTP surface reads a lane's
+`state`, `head`, `unread` and `outcome`, and changes nothing.
 """
 
 from collections import Counter
@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import islice
 
 from llm_ingress.errors import IllegalMove
+from llm_ingress.records import Tally, tally
 from llm_ingress.shares import Shares
 from llm_ingress.wire import End, Head, LaneRef
 
@@ -106,8 +107,9 @@ class Lane:
     fingerprint: str | None = None  # of the worker that last held it
     progress: bytearray = field(default_factory=bytearray)
     alone_since: float | None = None  # waiting, and no worker there is could take it
-    claimed_at: float = 0.0  # when the newest claim began
-    is_answered: bool = False  # its holder has said something about it
+    heard_at: float = 0.0  # when its holder last said something of it, or was given it, or let go on with it
+    first_token_at: float | None = None
+    tally: Tally = field(default_factory=Tally)  # of progress no longer kept; of all, once ended without END
     _chunks: list[bytes] = field(init=False, default_factory=list)
     _is_begun: bool = field(
         init=False, default=False
@@ -160,8 +162,7 @@ class Lane:
         self.move(LaneState.CLAIMED)
         self._waited_s += now - self._waiting_since
         self.claim += 1
-        self.claimed_at = now
-        self.is_answered = False
+        self.heard_at = now
         self.fingerprint = fingerprint
         return self.ref
 
@@ -171,6 +172,7 @@ class Lane:
         self.resume(now)
         self._waiting_since = now
         self._keeps_progress = True
+        self.tally = Tally()  # what was given up is done anew
 
     def waited_s(self, now: float) -> float:
         """Return the time spent waiting so far, over all claims."""
@@ -178,14 +180,18 @@ class Lane:
             return self._waited_s + now - self._waiting_since
         return self._waited_s
 
-    def append(self, data: bytes, progress: bytes) -> None:
+    def append(self, data: bytes, progress: bytes, now: float) -> None:
         """Take answer bytes and the progress they stand for."""
+        if self.first_token_at is None and tally(progress).n_generated:
+            self.first_token_at = now
         if data:
             self._chunks.append(data)
             self.unread += len(data)
             self._is_begun = True
         if self._keeps_progress:
             self.progress += progress
+        else:
+            self.tally += tally(progress)
 
     def take(self) -> bytes:
         """Return all unread bytes, once."""
@@ -196,8 +202,13 @@ class Lane:
 
     def give_up_progress(self) -> None:
         """Keep no progress for the rest of this claim: a tail without its beginning continues nothing."""
+        self.count_progress()
         self.progress.clear()
         self._keeps_progress = False
+
+    def count_progress(self) -> None:
+        """Count what is kept, before it is dropped."""
+        self.tally += tally(bytes(self.progress))
 
     def pause(self, now: float) -> None:
         """Start the stall clock."""
@@ -207,6 +218,7 @@ class Lane:
         """Stop the stall clock; it goes on from there at the next pause."""
         self._paused_s = self.paused_s(now)
         self._paused_since = None
+        self.heard_at = now
 
     def paused_s(self, now: float) -> float:
         """Return the stall clock: all the time the lane was ever paused."""
@@ -267,6 +279,8 @@ class LanePool:
         """
         lane.move(outcome.state)
         lane.outcome = outcome
+        if outcome.end is None:  # with an END, the worker's own count is there
+            lane.count_progress()
         lane.progress.clear()
         del self._open[lane.id]
         self.shares.give_back(lane.request.tenant)

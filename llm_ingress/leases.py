@@ -1,7 +1,8 @@
 """Who holds which lane, and until when: the attached workers as the ingress sees them.
 
 Owns: the worker views: each worker's lanes, credit and last sign of life.
-Touched by: `gateway.py` only, on the event loop. `dispatch.py` reads the views to choose between them.
+Touched by: `gateway.py`, `workers.py` and `placement.py`, on the event loop. `dispatch.py` reads the views to
+choose between them.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llm_ingress.errors import ProtocolFault
-from llm_ingress.lanes import Lane, LaneState
+from llm_ingress.lanes import Lane
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
 
 # Frames that move nothing: offers and heartbeats beyond need, lanes it does not hold, empty bodies. A worker
@@ -52,6 +53,7 @@ class WorkerView:
     identity: str | None = None  # what it proved to be; None within one process
     is_live: bool = True  # False from the lease's end to the next frame
     is_draining: bool = False
+    is_stuck: bool = False  # by its own account: its engine has not ended a step for long
     heartbeat: Heartbeat | None = None
     credit: int = 0  # lanes it would still take
     n_granted: int = 0  # on this connection
@@ -59,6 +61,11 @@ class WorkerView:
     held: dict[int, Lane] = field(default_factory=dict)
     # Given back by this worker since its last CREDIT: until the next it has no place for them.
     declined: set[int] = field(default_factory=set)
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it serves what it takes, now or as soon as it has room."""
+        return self.is_live and not self.is_draining and not self.is_stuck
 
     @property
     def card(self) -> ModelCard:
@@ -82,10 +89,10 @@ class WorkerView:
         if self.n_idle_frames > IDLE_FRAMES_PER_S:
             raise ProtocolFault(f"over {IDLE_FRAMES_PER_S} frames in a second that move nothing")
 
-    def unanswered(self, before: float) -> Lane | None:
-        """Return a lane it was granted before then and has said nothing about."""
+    def unmoved(self, before: float) -> Lane | None:
+        """Return a lane that nobody told it to hold, and that it has said nothing of since then."""
         for lane in self.held.values():
-            if lane.state is LaneState.CLAIMED and not lane.is_answered and lane.claimed_at < before:
+            if lane.heard_at < before and not lane.is_paused:
                 return lane
         return None
 
@@ -177,17 +184,20 @@ class Leases:
         """Return the workers that are not worth their connection any more, each with the reason.
 
         1. Silent many leases long: it is not coming back to this connection.
-        2. Granted a lane, alive, and without a word about it: it takes work and does none.
+        2. Alive, and without a word about a lane it holds: it takes work and does none, or is stuck.
+
+        Nobody is, while a scan that ran late has frames to catch up with.
         """
+        if now < self._grace_until:
+            return []
         forget_s = LEASES_UNTIL_FORGOTTEN * self._timeout_s
         faults = []
         for worker in self:
             if not worker.is_live and now - worker.heard_at > forget_s:  # 1
                 faults.append((worker, f"nothing heard from it for {forget_s:g} s"))
-            elif (lane := worker.unanswered(now - claim_timeout_s)) is not None:  # 2
-                faults.append(
-                    (worker, f"it claimed lane {lane.id} and said nothing for {claim_timeout_s:g} s")
-                )
+            elif (lane := worker.unmoved(now - claim_timeout_s)) is not None:  # 2
+                why = f"it holds lane {lane.id} and has said nothing of it for {claim_timeout_s:g} s"
+                faults.append((worker, why))
         return faults
 
     def allow_idle_frames(self, now: float) -> None:

@@ -56,6 +56,7 @@ class Kind(IntEnum):
     RELEASE = 0x07
     HEARTBEAT = 0x08
     DRAINING = 0x09
+    WORKING = 0x0A
     # from an ingress
     WELCOME = 0x41
     REFUSED = 0x42
@@ -74,6 +75,7 @@ OF_RING = frozenset(
 
 _SIGNALS: dict[Kind, LaneSignal | RingSignal] = {
     Kind.RELEASE: LaneSignal.RELEASE,
+    Kind.WORKING: LaneSignal.WORKING,
     Kind.DRAINING: RingSignal.DRAINING,
     Kind.CANCEL: LaneSignal.CANCEL,
     Kind.PAUSE: LaneSignal.PAUSE,
@@ -230,5 +232,5 @@ def _check_head(head: Head) -> None:
 def _decode(kind: Kind, decoder: "msgspec.json.Decoder[Any]", payload: bytes) -> Any:
     try:
         return decoder.decode(payload)
-    except (ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"{kind.name}: {error}") from error

@@ -25,6 +25,7 @@ from llm_ingress.dialects import DIALECTS, Dialect
 from llm_ingress.errors import ConfigError, RefusalReason
 from llm_ingress.exchange import Exchange
 from llm_ingress.gateway import Gateway, GatewaySnapshot, WorkerSnapshot
+from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Heartbeat, ModelCard
 
@@ -70,7 +71,9 @@ class Public:
             total_bytes=config.max_reading_bytes,
             timeout_s=config.body_timeout_s,
         )
-        self._site = _site(_Status(gateway, self._bodies), routes)
+        self._status = _Status(gateway, self._bodies)
+        self._site = _site(self._status, routes)
+        self._relays = Relays()
         self._is_draining = False
         self._n_exchanges = 0
 
@@ -82,6 +85,10 @@ class Public:
     def drain(self) -> None:
         """Ask every client answered from now on to close its connection."""
         self._is_draining = True
+
+    def fail(self) -> None:
+        """Tell from now on that this process is about to end for a fault."""
+        self._status.has_failed = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -113,7 +120,8 @@ class Public:
     async def _exchange(self, dialect: Dialect, call: Call) -> None:
         self._n_exchanges += 1
         try:
-            await Exchange(self._gateway, self._tenancy, dialect, call).run(self._bodies)
+            exchange = Exchange(self._gateway, self._relays, self._tenancy, dialect, call)
+            await exchange.run(self._bodies)
         finally:
             self._n_exchanges -= 1
 
@@ -133,6 +141,7 @@ class _Status:
     """The endpoints that tell how the ring is."""
 
     def __init__(self, gateway: Gateway, bodies: Bodies) -> None:
+        self.has_failed = False
         self._gateway = gateway
         self._bodies = bodies
 
@@ -145,7 +154,7 @@ class _Status:
     async def health(self, request: Request) -> Response:
         """GET /health: 200 as long as this process lives."""
         facts = {**_health(self._gateway.snapshot()), "reading_bytes": self._bodies.n_bytes}
-        return _json(facts)
+        return _json({**facts, "status": "failed"} if self.has_failed else facts)
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether it is worth sending requests here; busy is ready."""

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import socket
 import ssl
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +15,12 @@ from pathlib import Path
 import hypercorn.asyncio
 from hypercorn.config import Config as HypercornConfig
 
-from llm_ingress import h2_flow, tls_memory
+from llm_ingress import express, h2_flow, tls_memory
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway
+from llm_ingress.h1_head import HeadSettings
 from llm_ingress.public import Public
 from llm_ingress.tls import LiveContext, follow, public_context
 
@@ -40,17 +40,20 @@ SHUTDOWN_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Where to listen, and how long a drain may take. Port 0 is any free port."""
+    """Where to listen, how long a request's headers may take, and a drain. Port 0 is any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8080
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    head_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, must be 0 to 65535")
+        if not self.head_timeout_s > 0:
+            raise ConfigError(f"head_timeout_s is {self.head_timeout_s}, must be more than 0")
         if not self.drain_timeout_s >= 0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}, must not be negative")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -111,9 +114,10 @@ async def serve(
     """Serve on an open socket until the drain is over. Takes the socket over, and follows its certificate."""
     h2_flow.install()
     tls_memory.install()
+    express.install()
     print(f"Serving on {listener.url}", flush=True)
     stop = asyncio.Event()
-    settings = _hypercorn_settings(listener)
+    settings = _hypercorn_settings(listener, config.head_timeout_s)
     server = asyncio.create_task(hypercorn.asyncio.serve(app, settings, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
     ticker = asyncio.create_task(_tick(gateway))
     follower = asyncio.create_task(follow([] if listener.tls is None else [listener.tls]))
@@ -134,18 +138,25 @@ async def _drain(app: Public, gateway: Gateway, timeout_s: float, drain: Drain) 
     logger.info("draining: %d lanes open, at most %g s", gateway.snapshot().open, timeout_s)
     app.drain()
     gateway.drain()
-    await _until_idle(app, timeout_s, drain)
+    await _until_idle(app, timeout_s, drain.is_urgent, drain.has_failed)
     if not app.is_idle:
         logger.warning("drain ended with %d lanes open", gateway.snapshot().open)
-    gateway.fail_open_lanes("the server is shutting down")
-    await _until_idle(app, FLUSH_S, drain)
+    why = "the server is shutting down"
+    if drain.has_failed.is_set():
+        app.fail()
+        why = "the server has failed"
+    gateway.fail_open_lanes(why)
+    await _until_idle(app, FLUSH_S, drain.is_urgent)
 
 
-async def _until_idle(app: Public, timeout_s: float, drain: Drain) -> None:
+async def _until_idle(app: Public, timeout_s: float, *ends: asyncio.Event) -> None:
+    """Wait until every request is answered, the time is over, or one of `ends` has come."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    while not (app.is_idle or drain.is_urgent.is_set()) and (left_s := deadline - loop.time()) > 0:
-        await _wait(drain.is_urgent, min(left_s, TICK_S))
+    while (left_s := deadline - loop.time()) > 0:
+        if app.is_idle or any(end.is_set() for end in ends):
+            return
+        await asyncio.sleep(min(left_s, TICK_S))  # no event tells that the last request is answered
 
 
 async def _end(server: asyncio.Task[None]) -> None:
@@ -167,12 +178,6 @@ async def _first_of(server: asyncio.Task[None], event: asyncio.Event) -> None:
     waiter.cancel()
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-
-
 async def _tick(gateway: Gateway) -> None:
     while True:
         await asyncio.sleep(TICK_S)
@@ -182,7 +187,7 @@ async def _tick(gateway: Gateway) -> None:
             logger.exception("a tick of the gateway failed")
 
 
-class _Settings(HypercornConfig):
+class _Settings(HeadSettings):
     """Hypercorn's configuration with our TLS context; its own would keep the first certificate."""
 
     tls: LiveContext | None = None
@@ -195,7 +200,7 @@ class _Settings(HypercornConfig):
         return None if self.tls is None else self.tls.for_listener()
 
 
-def _hypercorn_settings(listener: Listener) -> HypercornConfig:
+def _hypercorn_settings(listener: Listener, head_timeout_s: float) -> HypercornConfig:
     settings = _Settings()
     settings.tls = listener.tls
     settings.bind = [f"fd://{listener.socket.detach()}"]
@@ -203,6 +208,7 @@ def _hypercorn_settings(listener: Listener) -> HypercornConfig:
     settings.errorlog = None  # the application logs its own faults
     settings.include_server_header = False
     settings.keep_alive_timeout = KEEP_ALIVE_S
+    settings.head_timeout_s = head_timeout_s
     # Reached on HTTP/2, it would cut the streams in flight.
     settings.keep_alive_max_requests = UNLIMITED
     settings.h2_max_concurrent_streams = H2_STREAMS_PER_CONNECTION

@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 POLL_S = 15.0  # renewed files are used after so long at most, without a signal
 ALPN = ("h2", "http/1.1")
 
+_WRONG_PURPOSE = 26  # X509_V_ERR_INVALID_PURPOSE
 _NAME_MISMATCH = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, ..._IP_ADDRESS_MISMATCH
 _REFUSALS = {  # Source: x509_vfy.h, X509_V_ERR_*
     7: "its certificate was forged: the CA's signature is wrong",
     9: "its certificate is not yet valid, or this machine's clock is behind",
     10: "its certificate has expired, or this machine's clock is ahead",
     **dict.fromkeys((2, 18, 19, 20, 21), "its certificate is of another CA than the one given here"),
-    26: "its certificate is not that of an ingress",
+    _WRONG_PURPOSE: "its certificate is not that of an ingress",
 }
 _HUNG_UP = (
     "it closed the connection instead of answering, as an ingress does when it does not accept this worker's "
@@ -155,7 +156,7 @@ def explain(error: BaseException) -> str:
                 return f"its certificate is for another name: {message.rstrip('.')}"
             return _REFUSALS.get(code, f"its certificate is refused: {message}")
         case ssl.SSLError(reason=str(reason)) if "_ALERT_" in reason:
-            return f"it refused this worker: {reason.partition('_ALERT_')[2].replace('_', ' ').lower()}"
+            return f"it refused this worker: {_alert(reason)}"
         case ssl.SSLEOFError() | ConnectionResetError() | BrokenPipeError():
             return _HUNG_UP
         case ssl.SSLError() as fault:
@@ -165,6 +166,17 @@ def explain(error: BaseException) -> str:
         case OSError() as fault:
             return f"unreachable: {_strerror(fault)}"
     return _HUNG_UP
+
+
+def explain_refusal(error: ssl.SSLError) -> str:
+    """Return in a few words why a handshake with whoever dialled the control listener failed."""
+    match error:
+        case ssl.SSLCertVerificationError(verify_code=code, verify_message=message):
+            refusals = {**_REFUSALS, _WRONG_PURPOSE: "its certificate is not that of a worker"}
+            return refusals.get(code, f"its certificate is refused: {message}")
+        case ssl.SSLError(reason=str(reason)) if "_ALERT_" in reason:
+            return f"it does not accept this ingress's certificate: {_alert(reason)}"
+    return f"it does not speak TLS 1.3 with a certificate: {_in_words(error.reason or 'NO_REASON')}"
 
 
 async def follow(contexts: Iterable[LiveContext]) -> Never:
@@ -197,6 +209,15 @@ def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
             context.load_verify_locations(cafile=files.ca)
     except (ssl.SSLError, OSError) as error:
         raise CertificateFault(f"{files.cert}: cannot be loaded with its key and CA: {error}") from error
+
+
+def _alert(reason: str) -> str:
+    """Return the words of a TLS alert in OpenSSL's name for it."""
+    return _in_words(reason.partition("_ALERT_")[2])
+
+
+def _in_words(name: str) -> str:
+    return name.replace("_", " ").lower()
 
 
 def _root_cause(error: BaseException) -> BaseException:

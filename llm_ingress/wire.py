@@ -157,6 +157,7 @@ class LaneSignal(StrEnum):
     """What is said of a lane in one word."""
 
     RELEASE = "release"  # by a worker: it goes back unserved
+    WORKING = "working"  # by a worker: its work goes on, and there is nothing to send of it yet
     CANCEL = "cancel"  # by the ingress: nobody wants it from this worker any more
     PAUSE = "pause"  # by the ingress: its client reads too slowly
     RESUME = "resume"  # by the ingress: go on

@@ -245,16 +245,18 @@ async def _run(options: Options, engine: Engine, listener: socket | None) -> int
     drain = Drain()
     _obey_signals(drain, options.tls)
     async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(_serving(options, engine))
+        worker = await stack.enter_async_context(_serving(options, engine, on_fault=drain.fail))
         if listener is not None:
             await stack.enter_async_context(serve_health(listener, worker.snapshot))
         await drain.begun.wait()
         await _drain(worker, options.drain_timeout_s, drain)
+    if drain.has_failed.is_set():
+        return EXIT_FAULT
     return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
 
 
 def _obey_signals(drain: Drain, tls: LiveContext) -> None:
-    """SIGTERM and Ctrl-C ask for the drain, twice for its end; SIGHUP loads the certificate again."""
+    """SIGTERM and Ctrl-C ask for the drain, and again for its end; SIGHUP loads the certificate again."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.ask)
@@ -262,7 +264,9 @@ def _obey_signals(drain: Drain, tls: LiveContext) -> None:
 
 
 @asynccontextmanager
-async def _serving(options: Options, engine: Engine) -> AsyncIterator[Worker]:
+async def _serving(
+    options: Options, engine: Engine, *, on_fault: Callable[[], None]
+) -> AsyncIterator[Worker]:
     """A worker that pulls from every ingress named or found, until the block ends."""
     attended: dict[str, RemoteRing] = {}
 
@@ -270,7 +274,7 @@ async def _serving(options: Options, engine: Engine) -> AsyncIterator[Worker]:
         return RemoteRing(url, options.tls, server_hostname=server_hostname, attended=attended)
 
     rings = [dial(url) for url in options.urls]
-    worker = Worker(engine, options.worker, rings)
+    worker = Worker(engine, options.worker, rings, on_fault)
     worker.start()
     discovery = _discovery(options, worker, lambda target: dial(target.url, target.name))
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(follow([options.tls]))]
@@ -294,8 +298,9 @@ def _discovery(
 
 
 async def _drain(worker: Worker, timeout_s: float, drain: Drain) -> None:
-    """Finish what is held, within `timeout_s`."""
-    tasks = [asyncio.create_task(worker.drain()), asyncio.create_task(drain.is_urgent.wait())]
+    """Finish what is held, within `timeout_s` and as long as that is possible."""
+    ends = (worker.drain(), drain.is_urgent.wait(), drain.has_failed.wait())
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in ends]
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()

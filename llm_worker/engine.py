@@ -4,6 +4,7 @@
 source of tokens could stand under a worker, and so that the worker is tested without a model.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from llm_engine.generation import GenerateRequest, Listener, Prepared
@@ -29,6 +30,10 @@ class TextEngine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def fault(self) -> Exception | None:
+        """What ended it before it was closed; None as long as it works."""
+
     def prepare(self, request: GenerateRequest, /) -> Prepared:
         """Template, tokenise and measure. Thread: any. Raises: RequestError."""
 
@@ -40,3 +45,9 @@ class TextEngine(Protocol):
 
     def capacity(self) -> Capacity:
         """How busy it is now. Thread: any."""
+
+    def watch(self, on_change: Callable[[], None], /) -> None:
+        """Call `on_change` on the running event loop when capacity changes by itself.
+
+        What comes of `submit` and of a generation's end is known without.
+        """

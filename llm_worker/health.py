@@ -82,6 +82,8 @@ def metrics(worker: WorkerSnapshot) -> web.Response:
 
 
 def _status_of(worker: WorkerSnapshot) -> str:
+    if worker.has_failed:
+        return "failed"
     if worker.is_draining:
         return "draining"
     return "ok" if worker.n_attached else "no_ingress"

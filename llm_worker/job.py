@@ -70,6 +70,7 @@ class Job:
         self.ref = ref
         self.state = JobState.PREPARING
         self._on_closed = on_closed
+        self.is_quiet = True  # no token of this claim has come, so nothing of it is sent
         self._paused = False
         self._start: Start | None = None
         self._answer: Answer | None = None
@@ -131,6 +132,7 @@ class Job:
         assert self._answer is not None, f"lane {self.ref.lane_id} runs without an answer"
         match event:
             case Delta():
+                self.is_quiet = False
                 self._answer.delta(event)
             case Finished():
                 self._finish(event, self._answer)

@@ -21,7 +21,7 @@ class LocalRing:
     """The ring of a gateway in this process. Thread: event loop."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self._workers = gateway.workers
         self._loop = asyncio.get_running_loop()
         self._listener: RingListener | None = None
         self._hello: Hello | None = None
@@ -36,37 +36,40 @@ class LocalRing:
     def attach(self, hello: Hello, listener: RingListener) -> None:
         self._listener = listener
         self._hello = hello
-        self._worker_id = self._gateway.attach(hello, self)
+        self._worker_id = self._workers.attach(hello, self)
         self._n_seen = 0
         self._tell(lambda worker: worker.on_attached(self))
 
     def credit(self, n_lanes: int) -> None:
-        self._gateway.credit(self._worker_id, n_lanes, self._n_seen)
+        self._workers.credit(self._worker_id, n_lanes, self._n_seen)
 
     def head(self, ref: LaneRef, head: Head) -> None:
-        self._gateway.head(self._worker_id, ref, head)
+        self._workers.head(self._worker_id, ref, head)
 
     def body(self, ref: LaneRef, data: bytes, progress: bytes) -> None:
-        self._gateway.body(self._worker_id, ref, data, progress)
+        self._workers.body(self._worker_id, ref, data, progress)
 
     def end(self, ref: LaneRef, end: End) -> None:
-        self._gateway.end(self._worker_id, ref, end)
+        self._workers.end(self._worker_id, ref, end)
 
     def fail(self, ref: LaneRef, fail: Fail) -> None:
-        self._gateway.fail(self._worker_id, ref, fail)
+        self._workers.fail(self._worker_id, ref, fail)
 
     def release(self, ref: LaneRef) -> None:
-        self._gateway.release(self._worker_id, ref)
+        self._workers.release(self._worker_id, ref)
+
+    def working(self, ref: LaneRef) -> None:
+        self._workers.working(self._worker_id, ref)
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        self._gateway.heartbeat(self._worker_id, heartbeat)
+        self._workers.heartbeat(self._worker_id, heartbeat)
 
     def draining(self) -> None:
-        self._gateway.draining(self._worker_id)
+        self._workers.draining(self._worker_id)
 
     def detach(self) -> None:
         self._listener = None
-        self._gateway.detach(self._worker_id, "the worker left")
+        self._workers.detach(self._worker_id, "the worker left")
 
     # -- the gateway's calls --
 

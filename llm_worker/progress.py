@@ -1,14 +1,7 @@
-"""The progress of an answer: the bytes that let another worker continue it.
+"""The progress of an answer: what a worker says of how far it came, and what another continues from.
 
-A worker sends them beside the answer's own bytes, the ingress appends them to the lane without looking
-inside, and the next worker reads them all. They are a sequence of records:
-
-    kind (high) and choice (low half of one byte) | payload bytes as LEB128 | payload     (little endian)
-
-START comes first and once: what the first worker decided. TOKENS are generated token ids. TEXT is what those
-tokens read as, written only where no client has it yet: in answers that are not streamed. FINISH says that
-the answer's last byte went along with this record, so nothing but the END is missing.
-There is no version number: a lane with progress only ever goes to a worker of equal fingerprint.
+A worker sends it beside the answer's own bytes, the ingress appends it to the lane, and the next worker reads
+it all. Its form, a sequence of records, is `llm_ingress/records.py`.
 
 Called by: `answer.py`, which packs; `preparation.py`, which unpacks. Pure.
 """
@@ -16,29 +9,17 @@ Called by: `answer.py`, which packs; `preparation.py`, which unpacks. Pure.
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TypeVar
 
 import msgspec
 import orjson
 
 from llm_engine.generation import StopReason
+from llm_ingress.errors import WireError
+from llm_ingress.records import TOKEN_BYTES, RecordKind, pack_record, records
 from llm_worker.errors import ProgressError
 
 T = TypeVar("T")
-
-TOKEN_BYTES = 4
-LENGTH_BYTES_MAX = 5
-
-
-class RecordKind(IntEnum):
-    """What a record's payload is."""
-
-    START = 1  # JSON of `Start`
-    TOKENS = 2  # token ids, u32 each
-    TEXT = 3  # UTF-8
-    FINISH = 4  # JSON of `Finish`
-
 
 _ONE_TOKEN = struct.Struct("<BBI")  # the record of nearly every step, in one call
 
@@ -86,7 +67,7 @@ class Progress:
 
 def pack_start(start: Start) -> bytes:
     """The record that opens an answer."""
-    return _record(RecordKind.START, 0, orjson.dumps(start))
+    return pack_record(RecordKind.START, 0, orjson.dumps(start))
 
 
 def pack_tokens(tokens: tuple[int, ...], choice: int = 0) -> bytes:
@@ -95,17 +76,17 @@ def pack_tokens(tokens: tuple[int, ...], choice: int = 0) -> bytes:
         return _ONE_TOKEN.pack(RecordKind.TOKENS << 4 | choice, TOKEN_BYTES, tokens[0])
     if not tokens:
         return b""
-    return _record(RecordKind.TOKENS, choice, struct.pack(f"<{len(tokens)}I", *tokens))
+    return pack_record(RecordKind.TOKENS, choice, struct.pack(f"<{len(tokens)}I", *tokens))
 
 
 def pack_text(text: str, choice: int = 0) -> bytes:
     """The record of new text no client has; nothing if it is empty."""
-    return _record(RecordKind.TEXT, choice, text.encode()) if text else b""
+    return pack_record(RecordKind.TEXT, choice, text.encode()) if text else b""
 
 
 def pack_finish(finish: Finish, choice: int = 0) -> bytes:
     """The record that goes with a choice's last byte."""
-    return _record(RecordKind.FINISH, choice, orjson.dumps(finish))
+    return pack_record(RecordKind.FINISH, choice, orjson.dumps(finish))
 
 
 def unpack(data: bytes) -> Progress:
@@ -115,7 +96,7 @@ def unpack(data: bytes) -> Progress:
     """
     start: Start | None = None
     choices: dict[int, ChoiceProgress] = {}
-    for kind, choice, payload in _records(data):
+    for kind, choice, payload in _read_records(data):
         if (kind is RecordKind.START) is not (start is None):
             raise ProgressError("progress does not begin with its one START")
         if kind is RecordKind.START:
@@ -127,45 +108,11 @@ def unpack(data: bytes) -> Progress:
     return Progress(start, choices)
 
 
-def _record(kind: RecordKind, choice: int, payload: bytes) -> bytes:
-    length = bytearray()
-    left = len(payload)
-    while left > 0x7F:
-        length.append(left & 0x7F | 0x80)
-        left >>= 7
-    length.append(left)
-    return bytes((kind << 4 | choice,)) + length + payload
-
-
-def _records(data: bytes) -> Iterator[tuple[RecordKind, int, bytes]]:
-    """Kind, choice and payload of each record."""
-    position = 0
-    while position < len(data):
-        tag = data[position]
-        n_bytes, position = _read_length(data, position + 1)
-        payload = data[position : position + n_bytes]
-        if len(payload) < n_bytes:
-            raise ProgressError(f"progress of {len(data)} bytes ends inside a record")
-        position += n_bytes
-        yield _kind(tag >> 4), tag & 0xF, payload
-
-
-def _read_length(data: bytes, position: int) -> tuple[int, int]:
-    """A LEB128 number and the position after it."""
-    length = shift = 0
-    for i in range(position, min(position + LENGTH_BYTES_MAX, len(data))):
-        length |= (data[i] & 0x7F) << shift
-        shift += 7
-        if data[i] <= 0x7F:
-            return length, i + 1
-    raise ProgressError(f"progress of {len(data)} bytes has a length that does not end")
-
-
-def _kind(number: int) -> RecordKind:
+def _read_records(data: bytes) -> Iterator[tuple[RecordKind, int, bytes]]:
     try:
-        return RecordKind(number)
-    except ValueError as error:
-        raise ProgressError(f"progress has an unknown record kind {number}") from error
+        yield from records(data)
+    except WireError as error:
+        raise ProgressError(str(error)) from error
 
 
 def _apply(progress: ChoiceProgress, kind: RecordKind, payload: bytes) -> None:

@@ -20,7 +20,7 @@ import aiohttp
 from aiohttp import ClientWSTimeout, WSCloseCode, WSMsgType
 
 from llm_ingress.errors import WireError
-from llm_ingress.frames import FrameReader
+from llm_ingress.frames import MAX_LANE_BYTES, FrameReader
 from llm_ingress.outbox import MAX_MESSAGE_BYTES, Outbox
 from llm_ingress.payloads import FROM_INGRESS
 from llm_ingress.tls import explain
@@ -53,8 +53,6 @@ STEADY_S = 2.0  # an attachment that lasted so long was no failed attempt
 PINGS_PER_PATIENCE = 5
 # An ingress that takes nothing must not fill this machine's memory.
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-# One lane: a body of any sensible --max-request-bytes, and its progress.
-MAX_LANE_BYTES = 64 * 1024 * 1024
 
 
 class TlsSource(Protocol):
@@ -122,6 +120,9 @@ class RemoteRing:
 
     def release(self, ref: LaneRef) -> None:
         self._send(OfLane(ref, LaneSignal.RELEASE))
+
+    def working(self, ref: LaneRef) -> None:
+        self._send(OfLane(ref, LaneSignal.WORKING))
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         self._send(heartbeat)

@@ -59,6 +59,9 @@ class Ring(Protocol):
     def release(self, ref: LaneRef) -> None:
         """Give the lane back unserved; it goes to the head of the queue."""
 
+    def working(self, ref: LaneRef) -> None:
+        """Say that a lane is being worked on, while there is nothing to send of it."""
+
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Tell the worker's capacity and renew its lease."""
 

@@ -27,6 +27,7 @@ class WorkerSnapshot:
     rings: tuple[RingFacts, ...]
     n_jobs: int
     is_draining: bool
+    has_failed: bool  # its engine has ended by itself
 
     @property
     def n_attached(self) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,9 @@ from llm_worker.ring import Ring
 from llm_worker.snapshot import RingFacts, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
+
+# An engine whose step takes longer is taken to stand still: it gets nothing more, and no lane in it moves.
+STANDSTILL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +68,21 @@ class _RingView:
 
 
 class Worker:
-    """Serves the lanes of its rings with one engine."""
+    """Serves the lanes of its rings with one engine.
 
-    def __init__(self, engine: TextEngine, config: WorkerConfig, rings: Iterable[Ring]) -> None:
+    `on_fault` is called once if the engine ends by itself: nothing it held will finish here, and nothing more
+    is taken.
+    """
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        config: WorkerConfig,
+        rings: Iterable[Ring],
+        on_fault: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
+        self._on_fault = on_fault
         self._config = config
         self._rings = {ring: _RingView(ring) for ring in rings}
         self._jobs: dict[tuple[Ring, LaneRef], Job] = {}
@@ -89,13 +103,16 @@ class Worker:
             takeover=config.takeover,
         )
         self._is_draining = False
+        self._has_failed = False
         self._engine_refused = False
+        self._engine_stands = False
         self._heartbeat_is_due = False
 
     # -- its life --
 
     def start(self) -> None:
         """Present the worker to its rings and begin to pull."""
+        self._engine.watch(self._offer)
         for ring in self._rings:
             ring.attach(self._hello, self)
         self._beat()
@@ -130,6 +147,7 @@ class Worker:
             ),
             n_jobs=len(self._jobs),
             is_draining=self._is_draining,
+            has_failed=self._has_failed,
         )
 
     async def drain(self) -> None:
@@ -257,7 +275,7 @@ class Worker:
         A cancelled generation leaves the engine within a step; its place is free at once all the same, since
         whoever gets it needs longer than that to be prepared.
         """
-        if self._is_draining or self._engine_refused:
+        if self._is_draining or self._engine_refused or self._engine_stands:
             return 0
         capacity = self._engine.capacity()
         n_leaving = max(0, capacity.inflight - (len(self._jobs) - len(self._preparing)))
@@ -291,11 +309,33 @@ class Worker:
         self._offer()
 
     def _beat(self) -> None:
-        """What happens every interval: the offer, the heartbeat, and an end to what is stuck."""
+        """What happens every interval: offer, signs of life, an end to what is stuck or has failed."""
         self._timer = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
         self._engine_refused = False
         self._fail_what_is_stuck()
+        self._look_at_engine()
         self._offer()
+        self._tell_what_moves()
+        if self._engine.fault is not None and not self._has_failed:
+            logger.error("worker %s: its engine has failed: %r", self._config.name, self._engine.fault)
+            self._has_failed = True
+            self._on_fault()
+
+    def _look_at_engine(self) -> None:
+        """Note, and log once, whether it goes on. A cancel does not free a place in one that stands still."""
+        stands = self._engine.capacity().step_age_s > STANDSTILL_S
+        if stands != self._engine_stands:
+            self._engine_stands = stands
+            if stands:
+                logger.warning("the engine stands still: no step has ended for %g s", STANDSTILL_S)
+            else:
+                logger.info("the engine goes on")
+
+    def _tell_what_moves(self) -> None:
+        """Say of each lane without an answer yet that it is being worked on, unless it is not."""
+        for job in self._jobs.values():
+            if job in self._preparing or (job.is_quiet and not self._engine_stands):
+                job.ring.working(job.ref)
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_is_due = False

@@ -116,7 +116,10 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.n_prepared = 0
         self.is_closed = False
+        self.step_age_s = 0.0
+        self.fault: Exception | None = None
         self.n_withheld = 0  # slots, while step time is over its target
+        self._on_change: Callable[[], None] = lambda: None
         self.n_waiting_max = 0
         self.before_prepare: Callable[[], None] = lambda: None  # on the preparation thread
 
@@ -149,10 +152,18 @@ class FakeEngine:
             max_inflight=self.info.max_inflight,
             available_slots=0 if self.is_closed else n_free,
             step_ms=1.0,
-            step_age_s=0.0,
+            step_age_s=self.step_age_s,
             kv_promised_tokens=sum(generation.prepared.max_tokens for generation in self.running),
             tokens_per_second=0.0,
         )
+
+    def watch(self, on_change: Callable[[], None], /) -> None:
+        self._on_change = on_change
+
+    def withhold(self, n_slots: int) -> None:
+        """Let step times allow `n_slots` fewer than there are."""
+        self.n_withheld = n_slots
+        self._on_change()
 
     def step(self, n_steps: int = 1) -> None:
         """Let every generation that is not paused say its next token."""
@@ -216,6 +227,7 @@ class ScriptedRing:
         self.credits: list[int] = []
         self.heartbeats: list[Heartbeat] = []
         self.lanes: dict[LaneRef, ScriptedLane] = {}
+        self.worked_on: list[LaneRef] = []
         self.is_draining = False
         self.is_attached = False
         self.broken: type[Exception] | None = None  # raised by every body
@@ -276,6 +288,11 @@ class ScriptedRing:
 
     def release(self, ref: LaneRef) -> None:
         self._say(ref, Released())
+
+    def working(self, ref: LaneRef) -> None:
+        assert not self.lanes[ref].is_over
+        self.worked_on.append(ref)
+        self._changed.set()
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         self.heartbeats.append(heartbeat)

@@ -21,7 +21,7 @@ SHARED = tuple(
     f"llm_ingress.{name}"
     for name in (
         *("api", "certs", "dialects", "draining", "endpoint", "errors"),
-        *("frames", "outbox", "payloads", "tls", "wire"),
+        *("frames", "outbox", "payloads", "records", "tls", "wire"),
     )
 )
 MAY_IMPORT = {
@@ -38,7 +38,12 @@ FENCES = {
     "huggingface_hub": ("llm_engine/download.py",),
     "starlette": ("llm_ingress/public.py", "llm_serve/"),
     "aiohttp": ("llm_ingress/control.py", "llm_worker/remote.py", "llm_worker/health.py"),
-    "hypercorn": ("llm_ingress/serving.py", "llm_ingress/h2_flow.py"),
+    "hypercorn": (
+        "llm_ingress/serving.py",
+        "llm_ingress/express.py",
+        "llm_ingress/h1_head.py",
+        "llm_ingress/h2_flow.py",
+    ),
     "argparse": (
         "llm_engine/cli.py",
         "llm_ingress/cli.py",
@@ -49,6 +54,7 @@ FENCES = {
     "dns": ("llm_worker/discovery.py",),
     "cryptography": ("llm_ingress/pki.py", "llm_ingress/certs.py"),
     "signal": (
+        *(f"{package}/__main__.py" for package in PACKAGES),
         "llm_engine/cli.py",
         "llm_engine/trial.py",  # names the one that ended its child
         "llm_ingress/cli.py",
@@ -125,7 +131,7 @@ def test_llm_ingress_is_a_command_without_llama_cpp() -> None:
     program = (
         f"{WITHOUT_LLAMA}import runpy\n"
         "sys.argv = ['llm-ingress', '--help']\n"
-        "runpy.run_module('llm_ingress.cli', run_name='__main__')\n"
+        "runpy.run_module('llm_ingress', run_name='__main__')\n"
     )
     shown = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT, capture_output=True, text=True

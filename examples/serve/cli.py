@@ -112,8 +112,8 @@ def _load(config: EngineConfig) -> Engine:
 async def _run(settings: _Settings, listener: Listener, engine: Engine) -> int:
     """Serve until the drain is over."""
     gateway = Gateway(settings.gateway)
-    worker = Worker(engine, WorkerConfig(), [LocalRing(gateway)])
     drain = Drain()
+    worker = Worker(engine, WorkerConfig(), [LocalRing(gateway)], on_fault=drain.fail)
     drain_on_signals(drain)
     if listener.tls is not None:
         reload_on_hangup([listener.tls])
@@ -123,6 +123,8 @@ async def _run(settings: _Settings, listener: Listener, engine: Engine) -> int:
         await serve(app, gateway, listener, settings.serving, drain)
     finally:
         worker.close()
+    if drain.has_failed.is_set():
+        return EXIT_FAULT
     return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
 
 

@@ -17,6 +17,10 @@ RETRY_AFTER_MAX_S = 30  # SDKs give up retrying beyond two minutes, older ones b
 QUOTED_MAX_CHARS = 200
 
 _NO_RETRY = ("x-should-retry", "false")
+_UNREADABLE = {
+    431: "The request's headers are larger than this server reads.",
+    501: "The request has a Transfer-Encoding other than chunked.",
+}
 
 
 class ErrorType(StrEnum):
@@ -85,6 +89,21 @@ def wrong_content_type(content_type: str) -> ApiError:
     )
 
 
+def unsupported_charset(charset: str) -> ApiError:
+    """The body says its text is in an encoding other than UTF-8."""
+    return _unsupported(f"The request body must be UTF-8; its charset is '{quoted(charset)}'.")
+
+
+def unsupported_coding(coding: str) -> ApiError:
+    """The body says it is compressed. Source: RFC 9110, section 15.5.16, for the header."""
+    message = f"The request body must not be compressed; its Content-Encoding is '{quoted(coding)}'."
+    return _unsupported(message, (("accept-encoding", "identity"),))
+
+
+def _unsupported(message: str, headers: tuple[tuple[str, str], ...] = ()) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type", headers=headers)
+
+
 def missing_parameter(param: str) -> ApiError:
     """A required field is absent."""
     return ApiError(
@@ -150,6 +169,19 @@ def body_timeout(timeout_s: float) -> ApiError:
     return ApiError(
         408, f"The request body did not arrive within {timeout_s:g} seconds.", code="request_timeout"
     )
+
+
+def head_timeout(timeout_s: float) -> ApiError:
+    """The headers came too slowly."""
+    return ApiError(
+        408, f"The request's headers did not arrive within {timeout_s:g} seconds.", code="request_timeout"
+    )
+
+
+def unreadable_head(status: int) -> ApiError:
+    """What came is not HTTP, or more of it than is read; the HTTP library chose the status."""
+    message = _UNREADABLE.get(status, "The request could not be read as HTTP/1.1.")
+    return ApiError(status, message, headers=(_NO_RETRY,) if status >= 500 else ())
 
 
 # --- nobody's fault, or ours ----------------------------------------------------------------------------

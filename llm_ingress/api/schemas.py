@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from llm_ingress.api.errors import ApiError, bad_json, invalid_type, invalid_value, missing_parameter, quoted
+from llm_ingress.api.surrogates import find_half_pair
 
 STOPS_MAX = 16
 STOP_MAX_CHARS = 1024
@@ -147,6 +148,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _WHERE = re.compile(r"(?s)(?P<reason>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?\Z")
 _MISSING = re.compile(r"Object missing required field `(\w+)`\Z")
+_TYPES = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
+_JSON_TYPES: Final = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -159,13 +162,39 @@ def parse_chat(body: bytes) -> ChatRequest:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_json(str(error)) from error
+        raise _explain_unreadable(body, str(error)) from error
     except RecursionError as error:
         raise bad_json("it is nested too deeply") from error
     _check_token_limits(request)
     _check_messages(request.messages)
     _check_options(request)
     return request
+
+
+def _explain_unreadable(body: bytes, text: str) -> ApiError:
+    """Say of a body that no parser reads what is wrong, and where if that is known."""
+    half = find_half_pair(body)
+    if half is None:
+        return bad_json(text)
+    reason = f"{half.escape} is half of a surrogate pair, which is no text"
+    path = _path_of_value(body, half.string_at)
+    if path is None:
+        return bad_json(f"{reason} (in the string at byte {half.string_at})")
+    return invalid_value(path, reason)
+
+
+def _path_of_value(body: bytes, at: int) -> str | None:
+    """Return the field whose value begins there; None for one that is not of the schema.
+
+    The parser itself tells: with a number in the value's place it stops there.
+    """
+    try:
+        _DECODER.decode(body[:at] + b"0,")
+    except msgspec.ValidationError as error:
+        return _explain(str(error)).param
+    except msgspec.DecodeError:
+        pass
+    return None
 
 
 def _explain(text: str) -> ApiError:
@@ -180,9 +209,18 @@ def _explain(text: str) -> ApiError:
         return invalid_type(None, "the body must be a JSON object")
     if ", got `null`" in reason and not path.endswith("]"):
         return missing_parameter(path)
-    if ", got `" in reason:
-        return invalid_type(path, quoted(reason[:1].lower() + reason[1:]))
-    return invalid_value(path, quoted(reason[:1].lower() + reason[1:]))
+    fault = invalid_type if ", got `" in reason else invalid_value
+    return fault(path, quoted(_in_json_words(reason[:1].lower() + reason[1:])))
+
+
+def _in_json_words(reason: str) -> str:
+    """Name types as JSON does: "`int | float | null`" is an "integer, number or null"."""
+    return _TYPES.sub(lambda types: _listed(types[1].split(" | ")), reason)
+
+
+def _listed(types: list[str]) -> str:
+    *others, last = (_JSON_TYPES.get(name, name) for name in types)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _check_token_limits(request: ChatRequest) -> None:

@@ -65,3 +65,86 @@ def test_small_slices_that_cost_more_for_being_mixed_do_not_shrink_the_next() ->
 
 def test_before_anything_was_measured_a_slice_is_small() -> None:
     assert 0 < Budget(512, 8).prompt_tokens(load(0, 1)) <= 64
+
+
+def test_a_fixed_chunk_is_kept_whatever_steps_take() -> None:
+    budget = Budget(100, n_slots=8, chunk=30)
+    budget.observe(0, 10, 10.0)
+    assert budget.prompt_tokens(load(0, 1)) == 30
+    assert budget.prompt_tokens(load(80, 1)) == 20
+
+
+# -- a target for the step --
+
+TARGET_S = 0.030
+
+
+def aiming(n_slots: int = 8) -> Budget:
+    """As `learned`, with room in the target for two sequences more than four."""
+    budget = Budget(512, n_slots=n_slots, target_s=TARGET_S)
+    for _ in range(50):
+        budget.observe(0, 10, 10 * TOKEN_S)
+        budget.observe(4, 0, 0.020)
+    return budget
+
+
+def test_without_a_target_every_slot_may_be_taken() -> None:
+    budget = learned()
+    budget.observe(4, 0, 10.0)
+    assert budget.n_admissible(4, 0) == 8
+
+
+def test_as_many_are_admitted_as_a_step_of_the_target_holds() -> None:
+    assert aiming().n_admissible(4, 0) == 6
+    assert aiming().n_admissible(0, 0) == 6
+    assert aiming(n_slots=5).n_admissible(4, 0) == 5
+
+
+def test_nobody_is_admitted_while_the_step_is_over_its_target_but_one_always_is() -> None:
+    budget = aiming()
+    for _ in range(50):
+        budget.observe(5, 0, 0.040)
+    assert budget.n_admissible(5, 0) == 5
+    assert budget.n_admissible(0, 0) == 4
+    slow = Budget(512, n_slots=8, target_s=TARGET_S)
+    slow.observe(1, 0, 1.0)
+    assert slow.n_admissible(0, 0) == 1
+
+
+def test_a_count_that_was_too_slow_once_is_tried_again_later() -> None:
+    budget = aiming()
+    budget.observe(5, 0, 1.0)
+    assert budget.n_admissible(4, 0) == 4
+    for _ in range(600):
+        budget.observe(4, 0, 0.020)
+    assert budget.n_admissible(4, 0) == 6
+
+
+def test_slices_fill_the_step_up_to_its_target_and_no_further() -> None:
+    budget = aiming()
+    for n_decoding in (0, 4):
+        n_tokens = budget.prompt_tokens(load(n_decoding, 1))
+        step_s = (0.020 if n_decoding else 0.0) + n_tokens * TOKEN_S
+        assert TARGET_S - TOKEN_S - 1e-9 <= step_s <= TARGET_S or n_tokens == 4
+
+
+def test_while_there_are_prompts_a_part_of_the_target_is_theirs() -> None:
+    budget = aiming()
+    assert budget.n_admissible(4, 0) == 6
+    assert budget.n_admissible(4, 1) == 4
+
+
+def test_mixed_steps_tell_what_a_count_costs_that_never_decodes_alone() -> None:
+    budget = aiming()
+    for _ in range(50):
+        budget.observe(5, 2, 0.034 + 2 * TOKEN_S)
+    assert budget.n_admissible(5, 0) == 5
+
+
+def test_one_step_that_somebody_else_held_up_changes_little() -> None:
+    budget = aiming()
+    budget.observe(4, 0, 20.0)
+    assert budget.n_admissible(4, 0) == 4
+    for _ in range(10):
+        budget.observe(4, 0, 0.020)
+    assert budget.n_admissible(4, 0) >= 5

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from llm_engine.errors import (
 from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
 from llm_engine.info import EngineInfo
 from llm_engine.sampling import SamplingParams
-from tests.engine.fake_backend import ByteVocabulary, FakeBackend, Reply, echo, forever
+from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend, Reply, echo, forever
 
 
 class PlainTemplate:
@@ -69,7 +69,6 @@ def running(reply: Reply = echo, *, n_ctx: int = 256, **options: Any) -> Iterato
     assert backend.closed
     assert model.closed
     assert engine.capacity().inflight == 0
-    assert not backend.cells
 
 
 def ask(text: str, **options: Any) -> GenerateRequest:
@@ -191,6 +190,26 @@ def test_a_failed_step_fails_its_sequences_and_the_next_request_works(
         assert text_of(list(engine.submit(ask("hello")))) == "hello"
 
 
+async def test_a_step_over_its_target_admits_nobody_and_says_so_at_once() -> None:
+    with running(forever, n_ctx=100_000, max_tokens=90_000, max_inflight=8, target_step_ms=22) as (
+        engine,
+        backend,
+    ):
+        backend.token_s = 0.005
+        changed = asyncio.Event()
+        engine.watch(changed.set)
+        first = engine.submit(ask("go"))
+        await changed.wait()
+        others = [engine.submit(ask("go")) for _ in range(7)]
+        for _ in range(30):
+            await anext(first)
+        assert 1 < max(map(len, backend.plans)) <= 4
+        assert engine.capacity().available_slots == 0
+        first.close()
+        for generation in others:
+            generation.close()
+
+
 def test_the_waiting_list_is_bounded_and_counts_as_inflight() -> None:
     with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
         held = [engine.submit(ask("go")) for _ in range(8)]
@@ -248,6 +267,26 @@ def test_a_continuation_delivers_only_what_follows() -> None:
         assert events[-1].n_completion == 6
 
 
+def test_a_step_that_does_not_end_grows_old_the_first_one_too() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def stuck(_tokens: Sequence[int]) -> int:
+        begun.set()
+        assert end.wait(10)
+        return END
+
+    with running(stuck) as (engine, _):
+        assert engine.capacity().step_age_s == 0
+        generation = engine.submit(ask("go"))
+        assert begun.wait(10)
+        first = engine.capacity().step_age_s
+        assert engine.capacity().step_age_s > first > 0
+        end.set()
+        list(generation)
+        while engine.capacity().step_age_s:
+            threading.Event().wait(0.001)
+
+
 def test_drain_takes_nothing_new_and_waits_for_what_runs() -> None:
     with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
         generation = engine.submit(ask("go"))
@@ -279,10 +318,12 @@ def test_a_fault_of_the_step_loop_answers_everyone_and_ends_the_engine(
     with running(forever, n_ctx=100_000, max_tokens=90_000) as (engine, _):
         held = engine.submit(ask("go"))
         next(held)
+        assert not engine.fault
         monkeypatch.setattr("llm_engine.scheduler.Scheduler.plan", broken)
         *_, last = held
         assert isinstance(last, Failed)
         assert isinstance(last.error, EngineClosed)
+        assert isinstance(engine.fault, ZeroDivisionError)
         assert engine.capacity().available_slots == 0
         with pytest.raises(EngineClosed):
             engine.submit(ask("late"))

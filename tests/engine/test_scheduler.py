@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 from llm_engine.budget import Load
 from llm_engine.errors import BackendError
 from llm_engine.generation import Delta, Failed, Finished, StopReason
+from llm_engine.hostcache import HostCache
 from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Slots
 from llm_engine.text import TextAssembler
-from tests.engine.fake_backend import END, ByteVocabulary
+from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend
 
 
 def sequence(
@@ -26,11 +28,19 @@ def sequence(
     )
 
 
+def empty(n_slots: int) -> Scheduler:
+    """A scheduler whose sequences share nothing."""
+    vocabulary = ByteVocabulary()
+    backend, is_end = FakeBackend(n_slots=n_slots), vocabulary.is_end_of_generation
+    slots = Slots(n_slots, backend, HostCache(0), is_end_of_turn=is_end, reuses=False)
+    return Scheduler(slots, vocabulary)
+
+
 def scheduler(*sequences: Sequence, n_slots: int = 4) -> Scheduler:
-    made = Scheduler(n_slots, ByteVocabulary())
+    made = empty(n_slots)
     for each in sequences:
         made.enqueue(each)
-    made.admit(now=1.0)
+    made.admit(now=1.0, n_admissible=n_slots)
     return made
 
 
@@ -48,7 +58,7 @@ def test_plan_serves_every_running_sequence_before_any_prefill() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     turn(made, ord("x"))
     made.enqueue(sequence("long", n_prompt=50))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert shape(made.plan(10)) == [("a", 1), ("b", 1), ("long", 10)]
     assert shape(made.plan(0)) == [("a", 1), ("b", 1)]
 
@@ -76,7 +86,7 @@ def test_sequences_beyond_the_slots_wait_and_join_when_one_leaves() -> None:
     made = scheduler(sequence("a", max_tokens=1), sequence("b"), sequence("c"), n_slots=2)
     assert {key for key, _ in shape(made.plan(100))} == {"a", "b"}
     turn(made, ord("x"))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert {key for key, _ in shape(made.plan(100))} == {"b", "c"}
 
 
@@ -110,23 +120,21 @@ def test_held_back_text_leaves_when_the_end_is_not_its_stop_string() -> None:
     assert delta == ("a", Delta("xz", (ord("z"),)))
 
 
-def test_slices_come_in_the_order_of_their_slots_and_low_slots_are_used_first() -> None:
+def test_slices_come_in_the_order_of_their_slots_and_holes_are_filled_first() -> None:
     made = scheduler(*(sequence(str(i), max_tokens=1 if i in (0, 2) else 9) for i in range(4)))
     turn(made, ord("x"))
     for key in ("new", "newer"):
         made.enqueue(sequence(key))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert [part.sequence.slot for part in made.plan(100).slices] == [0, 1, 2, 3]
-    assert [part.sequence.key for part in made.plan(100).slices] == ["new", "1", "newer", "3"]
+    assert [part.sequence.key for part in made.plan(100).slices] == ["newer", "1", "new", "3"]
 
 
-def test_freed_slots_are_named_once_and_reused() -> None:
+def test_a_slot_is_taken_again_once_it_is_free() -> None:
     made = scheduler(sequence("a", max_tokens=1), n_slots=1)
     turn(made, ord("x"))
-    assert made.take_freed() == [0]
-    assert made.take_freed() == []
     made.enqueue(sequence("b"))
-    made.admit(now=3.0)
+    made.admit(now=3.0, n_admissible=4)
     assert made.plan(10).slices[0].sequence.seq_id == 0
 
 
@@ -139,7 +147,6 @@ def test_cancel_works_while_waiting_in_prefill_and_in_decode_and_never_twice() -
         assert finished.reason is StopReason.CANCELLED
         assert made.cancel(key, now=3.0) == []
     assert not made.all_sequences()
-    assert sorted(made.take_freed()) == [0, 1]
     assert made.kv_promised_tokens == 0
 
 
@@ -171,9 +178,20 @@ def test_a_continuation_computes_its_progress_and_sends_only_what_follows() -> N
 
 
 def test_a_continuation_that_was_complete_ends_at_once() -> None:
-    made = Scheduler(1, ByteVocabulary())
+    made = empty(1)
     made.enqueue(sequence("a", resumed=b"hello", max_tokens=5))
-    ((_, finished),) = made.admit(now=1.0)
+    ((_, finished),) = made.admit(now=1.0, n_admissible=4)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.n_completion) == (StopReason.LENGTH, 5)
     assert not made.all_sequences()
+
+
+def test_no_more_run_than_are_admissible_and_the_rest_wait_for_their_turn() -> None:
+    made = empty(4)
+    for key in ("a", "b", "c"):
+        made.enqueue(sequence(key, max_tokens=1))
+    made.admit(now=1.0, n_admissible=2)
+    assert made.n_running == 2
+    turn(made, ord("x"))
+    made.admit(now=3.0, n_admissible=2)
+    assert [part.sequence.key for part in made.plan(100).slices] == ["c"]

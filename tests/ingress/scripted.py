@@ -67,7 +67,7 @@ class ScriptedWorker:
         self.pause_heard = asyncio.Event()
         self._n_granted = 0
         hello = Hello(worker="w", instance_id="i", model=card, max_inflight=n_places)
-        self.id = gateway.attach(hello, self)
+        self.id = gateway.workers.attach(hello, self)
         self.offer(n_places)
         self.beat(inflight=0, max_inflight=n_places)
 
@@ -106,10 +106,10 @@ class ScriptedWorker:
             return await self._cancels.get()
 
     def offer(self, n: int) -> None:
-        self._gateway.credit(self.id, n, self._n_granted)
+        self._gateway.workers.credit(self.id, n, self._n_granted)
 
     def beat(self, *, inflight: int, max_inflight: int) -> None:
-        self._gateway.heartbeat(
+        self._gateway.workers.heartbeat(
             self.id,
             Heartbeat(
                 inflight=inflight,
@@ -124,18 +124,20 @@ class ScriptedWorker:
         )
 
     def begin(self, grant: Grant, head: Head = STREAM_HEAD) -> None:
-        self._gateway.head(self.id, grant.ref, head)
+        self._gateway.workers.head(self.id, grant.ref, head)
 
-    def say(self, grant: Grant, data: bytes) -> None:
-        self._gateway.body(self.id, grant.ref, data, b"")
+    def say(self, grant: Grant, data: bytes, progress: bytes = b"") -> None:
+        self._gateway.workers.body(self.id, grant.ref, data, progress)
 
     def end(self, grant: Grant, reason: FinishReason = FinishReason.STOP) -> None:
-        self._gateway.end(
+        self._gateway.workers.end(
             self.id, grant.ref, End(finish_reason=reason, n_prompt=3, n_cached=1, n_completion=2)
         )
 
     def fail(self, grant: Grant, *, retryable: bool = False) -> None:
-        self._gateway.fail(self.id, grant.ref, Fail(message="/secret/path broke", retryable=retryable))
+        self._gateway.workers.fail(
+            self.id, grant.ref, Fail(message="/secret/path broke", retryable=retryable)
+        )
 
     def answer(self, grant: Grant, *texts: str) -> None:
         """A whole stream."""
@@ -208,7 +210,7 @@ async def serving(
     finally:
         drain.ask()
         if not app.is_idle:
-            drain.ask()
+            drain.is_urgent.set()
         await task
 
 

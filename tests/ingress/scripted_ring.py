@@ -91,10 +91,11 @@ class ScriptedWorker:
     held: dict[LaneRef, Grant] = field(default_factory=dict)
     identity: str | None = None
     closed_for: str | None = None  # why the gateway ended the connection
+    step_age_s: float = 0.0  # as it beats
     id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = self.gateway.attach(self.hello, self, identity=self.identity)
+        self.id = self.gateway.workers.attach(self.hello, self, identity=self.identity)
 
     # As the gateway sees it.
 
@@ -129,25 +130,28 @@ class ScriptedWorker:
         return self.grants[-1].ref
 
     def offer(self, n: int) -> None:
-        self.gateway.credit(self.id, n, len(self.grants))
+        self.gateway.workers.credit(self.id, n, len(self.grants))
 
     def head(self, head: Head = OK, ref: LaneRef | None = None) -> None:
-        self.gateway.head(self.id, ref or self.last, head)
+        self.gateway.workers.head(self.id, ref or self.last, head)
 
     def say(self, data: bytes, progress: bytes = b"", ref: LaneRef | None = None) -> None:
-        self.gateway.body(self.id, ref or self.last, data, progress)
+        self.gateway.workers.body(self.id, ref or self.last, data, progress)
 
     def end(self, end: End = END, ref: LaneRef | None = None) -> None:
         self.held.pop(ref or self.last, None)
-        self.gateway.end(self.id, ref or self.last, end)
+        self.gateway.workers.end(self.id, ref or self.last, end)
 
     def fail(self, message: str = "broken", *, retryable: bool, ref: LaneRef | None = None) -> None:
         self.held.pop(ref or self.last, None)
-        self.gateway.fail(self.id, ref or self.last, Fail(message=message, retryable=retryable))
+        self.gateway.workers.fail(self.id, ref or self.last, Fail(message=message, retryable=retryable))
 
     def release(self, ref: LaneRef | None = None) -> None:
         self.held.pop(ref or self.last, None)
-        self.gateway.release(self.id, ref or self.last)
+        self.gateway.workers.release(self.id, ref or self.last)
+
+    def work(self, ref: LaneRef | None = None) -> None:
+        self.gateway.workers.working(self.id, ref or self.last)
 
     def beat(self) -> None:
         heartbeat = Heartbeat(
@@ -156,18 +160,18 @@ class ScriptedWorker:
             max_inflight=self.hello.max_inflight,
             available_slots=self.hello.max_inflight - len(self.held),
             step_ms=1.0,
-            step_age_s=0.0,
+            step_age_s=self.step_age_s,
             kv_promised_tokens=0,
             tokens_per_second=0.0,
         )
-        self.gateway.heartbeat(self.id, heartbeat)
+        self.gateway.workers.heartbeat(self.id, heartbeat)
 
     def drain_itself(self) -> None:
-        self.gateway.draining(self.id)
+        self.gateway.workers.draining(self.id)
 
     def die(self) -> None:
         self.held.clear()
-        self.gateway.detach(self.id, "the connection was lost")
+        self.gateway.workers.detach(self.id, "the connection was lost")
 
 
 class ScriptedRing:

@@ -54,6 +54,13 @@ def complaint_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--control-bind 127.0.0.1:70000", "has the port '70000'"),
         ("--allow-worker -odd-", "'-odd-' can be no worker's name"),
         ("--trusted-proxy proxy", "trusted proxy 'proxy' is not an address"),
+        ("--claim-timeout 0.5", "claim_timeout_s is 0.5, must be more than heartbeat_interval_s, 1.0"),
+        (
+            "--max-request-bytes 66846721",
+            "max_request_bytes is 66846721, must be at most 66846720: with the progress of its answer, "
+            "up to response_buffer_bytes, 262144, it is to fit into a lane",
+        ),
+        ("--response-buffer 67108864", "must be at most 0"),
         (
             "--heartbeat-timeout 0.5",
             "heartbeat_timeout_s is 0.5, must be more than heartbeat_interval_s, 1.0",

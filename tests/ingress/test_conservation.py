@@ -112,7 +112,7 @@ class Ring(RuleBasedStateMachine):
     def offer(self, which: int, n: int, n_unseen: int) -> None:
         worker = self.workers[which % len(self.workers)]
         self.declined[worker.id].clear()
-        self.ring.gateway.credit(worker.id, n, max(0, len(worker.grants) - n_unseen))
+        self.ring.gateway.workers.credit(worker.id, n, max(0, len(worker.grants) - n_unseen))
 
     @precondition(lambda self: self.workers)
     @rule(which=pick)

@@ -171,13 +171,14 @@ async def test_a_fault_ends_its_connection_with_one_reason_and_touches_nobody_el
 async def test_a_worker_that_claims_and_never_answers_loses_its_connection_and_not_the_lane(
     issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scene(issued, gpu_2, GatewayConfig(claim_timeout_s=0.2)) as the:
+    async with scene(issued, gpu_2, GatewayConfig(claim_timeout_s=0.2, heartbeat_interval_s=0.1)) as the:
         for _ in range(10):
             await the.bad.say(HEARTBEAT)
+            await the.good.say(OfLane(the.good_lane.ref, LaneSignal.WORKING))
             await asyncio.sleep(0.03)
         assert (await the.bad.ended()).type is WSMsgType.CLOSE
         assert the.lane.state is LaneState.WAITING
-        assert "it claimed lane 2 and said nothing for 0.2 s" in caplog.text
+        assert "it holds lane 2 and has said nothing of it for 0.2 s" in caplog.text
         await the.holds()
 
 
@@ -318,7 +319,7 @@ async def test_a_newer_connection_takes_the_place_of_the_old_one(issued: Issued,
 async def test_a_connection_without_a_hello_is_ended(
     issued: Issued, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("llm_ingress.control.HANDSHAKE_S", 0.1)
+    monkeypatch.setattr("llm_ingress.control.HELLO_S", 0.1)
     async with (
         controlled(Gateway(GatewayConfig()), issued) as control,
         raw_worker(control, issued.worker) as raw,

@@ -24,7 +24,7 @@ def waiting(tenant: str = "t", model: str = "m") -> Lane:
 
 def with_progress(fingerprint: str) -> Lane:
     lane = waiting()
-    lane.append(b"", b"tokens")
+    lane.append(b"", b"tokens", 0.0)
     lane.fingerprint = fingerprint
     return lane
 

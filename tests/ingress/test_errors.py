@@ -10,6 +10,8 @@ from llm_ingress.api.errors import ApiError, ErrorType, error_body
 EVERY_ERROR = [
     errors.bad_json("no"),
     errors.wrong_content_type("text/html"),
+    errors.unsupported_charset("utf-16"),
+    errors.unsupported_coding("gzip"),
     errors.missing_parameter("messages"),
     errors.invalid_type("stream", "expected a boolean"),
     errors.invalid_value(None, "no"),
@@ -19,6 +21,9 @@ EVERY_ERROR = [
     errors.wrong_method("GET", "/v1/chat/completions", ("POST",)),
     errors.request_too_large(10),
     errors.body_timeout(30.0),
+    errors.head_timeout(30.0),
+    errors.unreadable_head(400),
+    errors.unreadable_head(501),
     errors.overloaded("ring_full", 1, "full"),
     errors.worker_unavailable("lost"),
     errors.deadline_passed("too late"),
@@ -67,7 +72,7 @@ def test_a_prompt_too_long_says_by_how_much() -> None:
 def test_what_will_fail_again_is_not_worth_a_retry() -> None:
     for error in EVERY_ERROR:
         is_retried_by_default = error.status in (408, 409, 429) or error.status >= 500
-        fails_again = error.status in (500, 504)
+        fails_again = error.status in (500, 501, 504)
         if is_retried_by_default and fails_again:
             assert ("x-should-retry", "false") in error.headers
 

@@ -80,6 +80,7 @@ MESSAGES: dict[str, Message] = {
     ),
     "fail": OfLane(REF, Fail(message="the engine failed", retryable=True)),
     "release": OfLane(REF, LaneSignal.RELEASE),
+    "working": OfLane(REF, LaneSignal.WORKING),
     "heartbeat": Heartbeat(
         inflight=1,
         decoding=1,

@@ -59,7 +59,7 @@ def test_an_offer_is_used_up_by_grants_and_replaced_by_the_next() -> None:
     for _ in range(4):
         ring.client()
     assert len(worker.grants) == 2
-    ring.gateway.credit(worker.id, 2, 0)  # an offer that crossed the two grants on the way
+    ring.gateway.workers.credit(worker.id, 2, 0)  # an offer that crossed the two grants on the way
     assert len(worker.grants) == 2
     worker.offer(2)
     assert len(worker.grants) == 4
@@ -162,7 +162,6 @@ def test_before_the_first_worker_every_model_is_refused_for_want_of_workers() ->
     with pytest.raises(Refused) as refused:
         ring.client()
     assert refused.value.reason is RefusalReason.NO_WORKERS
-    assert not ring.gateway.resolve("m")
 
 
 def test_a_model_nobody_ever_served_is_unknown_even_when_all_lanes_are_taken() -> None:
@@ -171,8 +170,8 @@ def test_a_model_nobody_ever_served_is_unknown_even_when_all_lanes_are_taken() -
     ring.client()
     with pytest.raises(UnknownModel):
         ring.client("another")
-    assert ring.gateway.resolve("m")
-    assert not ring.gateway.resolve("another")
+    with pytest.raises(Refused):
+        ring.client()
 
 
 def test_an_alias_reaches_the_model_it_stands_for() -> None:
@@ -535,8 +534,8 @@ def test_frames_of_an_old_claim_or_an_unknown_lane_or_worker_are_dropped_and_cou
     worker.end(ref=old)
     worker.fail(retryable=False, ref=old)
     worker.release(ref=LaneRef(999, 1))
-    ring.gateway.head(999, worker.last, OK)
-    ring.gateway.credit(999, 4, 0)
+    ring.gateway.workers.head(999, worker.last, OK)
+    ring.gateway.workers.credit(999, 4, 0)
     assert state(client) is LaneState.CLAIMED
     assert (client.lane.unread, client.lane.head, bytes(client.lane.progress)) == (0, None, b"")
     assert ring.gateway.snapshot().dropped_frames == 7
@@ -559,7 +558,7 @@ def test_a_worker_that_breaks_the_order_of_frames_is_at_fault_and_changes_nothin
     with pytest.raises(ProtocolFault, match="before the head"):
         worker.say(b"text", b"1")
     with pytest.raises(ProtocolFault, match="before its head"):
-        ring.gateway.end(worker.id, ref, END)
+        ring.gateway.workers.end(worker.id, ref, END)
     assert (client.lane.state, client.lane.unread, bytes(client.lane.progress)) == (
         LaneState.CLAIMED,
         0,
@@ -631,7 +630,7 @@ def test_a_worker_that_wakes_is_served_again_and_its_late_frames_are_dropped() -
     ring.wait(6.0)
     assert ring.gateway.models() == ()
     assert state(lost) is LaneState.WAITING
-    ring.gateway.head(worker.id, old, OK)
+    ring.gateway.workers.head(worker.id, old, OK)
     assert ring.gateway.models() == (card(),)
     assert worker.last == LaneRef(lost.lane.id, 2)  # its last offer left room for one more
     assert lost.lane.head is None
@@ -798,7 +797,7 @@ def test_models_are_those_of_live_workers_one_card_a_name() -> None:
     ring.worker(model=card("m1"))
     ring.worker(model=card("m2")).die()
     assert [model.name for model in ring.gateway.models()] == ["m1"]
-    assert ring.gateway.resolve("m2")
+    assert ring.client("m2").lane.state is LaneState.WAITING
 
 
 @pytest.mark.parametrize(

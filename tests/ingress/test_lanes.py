@@ -13,7 +13,9 @@ from llm_ingress.lanes import (
     Outcome,
     OutcomeReason,
 )
+from llm_ingress.records import RecordKind, Tally, pack_record
 
+START = pack_record(RecordKind.START, 0, b'{"n_prompt":5}')
 REQUEST = LaneRequest(path="/p", body=b"{}", model="m", request_id="r", tenant="t")
 LEFT = Outcome(state=LaneState.CANCELLED, reason=OutcomeReason.CLIENT_LEFT)
 EXPIRED = Outcome(state=LaneState.EXPIRED, reason=OutcomeReason.QUEUE_TIMEOUT)
@@ -21,6 +23,11 @@ EXPIRED = Outcome(state=LaneState.EXPIRED, reason=OutcomeReason.QUEUE_TIMEOUT)
 
 def open_lane(pool: LanePool | None = None) -> Lane:
     return (pool or LanePool(8)).open(REQUEST, model="m", on_change=lambda: None, now=100.0)
+
+
+def token(number: int) -> bytes:
+    """The progress of one token."""
+    return pack_record(RecordKind.TOKENS, 0, number.to_bytes(4, "little"))
 
 
 @pytest.mark.parametrize("state", LaneState)
@@ -86,7 +93,7 @@ def test_an_end_the_state_does_not_allow_changes_nothing() -> None:
     pool = LanePool(2)
     lane = open_lane(pool)
     lane.claim_for("f", 100.0)
-    lane.append(b"", b"progress")
+    lane.append(b"", b"progress", 100.0)
     with pytest.raises(IllegalMove):
         pool.end(lane, EXPIRED)
     assert (lane.state, lane.outcome, pool.n_open) == (LaneState.CLAIMED, None, 1)
@@ -96,7 +103,7 @@ def test_an_end_the_state_does_not_allow_changes_nothing() -> None:
 def test_an_ended_lane_keeps_what_the_client_may_still_read_and_no_progress() -> None:
     pool = LanePool(1)
     lane = open_lane(pool)
-    lane.append(b"text", b"progress")
+    lane.append(b"text", b"progress", 100.0)
     pool.end(lane, LEFT)
     assert not lane.progress
     assert lane.take() == b"text"
@@ -120,10 +127,10 @@ def test_the_pool_counts_each_lane_in_one_state() -> None:
 
 def test_taking_returns_every_byte_once_in_order() -> None:
     lane = open_lane()
-    lane.append(b"one ", b"")
+    lane.append(b"one ", b"", 100.0)
     assert lane.take() == b"one "
-    lane.append(b"two ", b"")
-    lane.append(b"three", b"")
+    lane.append(b"two ", b"", 100.0)
+    lane.append(b"three", b"", 100.0)
     assert lane.unread == len(b"two three")
     assert lane.take() == b"two three"
     assert (lane.take(), lane.unread) == (b"", 0)
@@ -132,9 +139,9 @@ def test_taking_returns_every_byte_once_in_order() -> None:
 def test_a_lane_can_continue_unless_the_client_has_bytes_nobody_could_go_on_from() -> None:
     lane = open_lane()
     assert lane.can_continue
-    lane.append(b"", b"p")
+    lane.append(b"", b"p", 100.0)
     assert lane.can_continue
-    lane.append(b"text", b"q")
+    lane.append(b"text", b"q", 100.0)
     assert lane.can_continue
     lane.give_up_progress()
     assert not lane.can_continue
@@ -143,13 +150,13 @@ def test_a_lane_can_continue_unless_the_client_has_bytes_nobody_could_go_on_from
 def test_progress_given_up_keeps_no_tail_until_the_next_claim_starts_anew() -> None:
     lane = open_lane()
     lane.claim_for("f", 100.0)
-    lane.append(b"", b"beginning")
+    lane.append(b"", b"beginning", 100.0)
     lane.give_up_progress()
-    lane.append(b"", b"tail")
+    lane.append(b"", b"tail", 100.0)
     assert not lane.progress
     lane.wait_again(101.0)
     lane.claim_for("f", 101.0)
-    lane.append(b"", b"anew")
+    lane.append(b"", b"anew", 100.0)
     assert bytes(lane.progress) == b"anew"
 
 
@@ -177,3 +184,44 @@ def test_every_claim_has_a_higher_fencing_number() -> None:
     second = lane.claim_for("f", 102.0)
     assert first.lane_id == second.lane_id
     assert second.claim == first.claim + 1
+
+
+def test_what_was_generated_is_counted_when_a_lane_ends_without_an_end() -> None:
+    pool = LanePool(1)
+    lane = open_lane(pool)
+    lane.append(b"", START, 100.0)
+    lane.append(b"a", token(1), 101.0)
+    lane.append(b"b", token(2), 102.0)
+    pool.end(lane, LEFT)
+    assert (lane.tally, lane.first_token_at) == (Tally(5, 2), 101.0)
+
+
+def test_progress_given_up_is_counted_all_the_same() -> None:
+    pool = LanePool(1)
+    lane = open_lane(pool)
+    lane.append(b"", START + token(1), 100.0)
+    lane.give_up_progress()
+    lane.append(b"", token(2), 101.0)
+    pool.end(lane, LEFT)
+    assert lane.tally == Tally(5, 2)
+
+
+def test_what_is_done_anew_is_counted_once() -> None:
+    pool = LanePool(1)
+    lane = open_lane(pool)
+    lane.claim_for("f", 100.0)
+    lane.append(b"", START + token(1), 100.0)
+    lane.give_up_progress()
+    lane.wait_again(101.0)
+    lane.claim_for("f", 101.0)
+    lane.append(b"", START + token(1), 102.0)
+    pool.end(lane, LEFT)
+    assert lane.tally == Tally(5, 1)
+
+
+def test_a_lane_without_a_token_has_none() -> None:
+    pool = LanePool(1)
+    lane = open_lane(pool)
+    lane.append(b"", START, 100.0)
+    pool.end(lane, LEFT)
+    assert (lane.tally, lane.first_token_at) == (Tally(5, 0), None)

@@ -15,8 +15,9 @@ import pytest
 
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane
 from llm_ingress.public import PublicConfig
+from llm_ingress.records import RecordKind, pack_record
 from llm_ingress.tenants import Tenancy, TenantBy, parse_proxies
-from llm_ingress.wire import FinishReason, Head
+from llm_ingress.wire import FinishReason, Grant, Head
 from tests.ingress.scripted import (
     CHAT,
     JSON_HEAD,
@@ -239,16 +240,52 @@ async def test_what_is_not_json_is_a_400(
         ("application/x-www-form-urlencoded", 400),
         ("multipart/form-data; boundary=x", 400),
         ("application/json; charset=utf-8", 404),
+        ('application/json;Charset="UTF-8"', 404),
+        ("application/json; version=1; charset=us-ascii", 404),
         ("APPLICATION/JSON", 404),
         ("application/vnd.api+json", 404),
+        ("application/json; charset=utf-16", 415),
+        ('application/json; a=b;CHARSET = "latin-1"', 415),
     ],
 )
-async def test_a_body_must_say_it_is_json(
+async def test_a_body_must_say_it_is_json_in_utf_8(
     worker: ScriptedWorker, client: httpx.AsyncClient, content_type: str, status: int
 ) -> None:
     body = json.dumps({**chat(), "model": "nope"}).encode()
     response = await client.post(CHAT, content=body, headers={"content-type": content_type})
     assert response.status_code == status
+
+
+async def test_a_charset_that_is_not_read_is_named(client: httpx.AsyncClient) -> None:
+    headers = {"content-type": "application/json; charset=utf-16"}
+    response = await client.post(CHAT, content=json.dumps(chat()).encode("utf-16"), headers=headers)
+    assert response.status_code == 415
+    assert error_of(response)["type"] == "invalid_request_error"
+    assert error_of(response)["code"] == "unsupported_media_type"
+    assert "'utf-16'" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("codings", "status"),
+    [
+        (["identity"], 404),
+        (["IDENTITY"], 404),
+        ([""], 404),
+        (["gzip"], 415),
+        (["identity, br"], 415),
+        (["identity", "zstd"], 415),
+    ],
+)
+async def test_a_compressed_body_is_a_415(
+    worker: ScriptedWorker, client: httpx.AsyncClient, codings: list[str], status: int
+) -> None:
+    headers = [("content-type", "application/json"), *(("content-encoding", coding) for coding in codings)]
+    body = json.dumps({**chat(), "model": "nope"}).encode()
+    response = await client.post(CHAT, content=body, headers=headers)
+    assert response.status_code == status
+    if status == 415:
+        assert error_of(response)["code"] == "unsupported_media_type"
+        assert response.headers["accept-encoding"] == "identity"
 
 
 async def test_a_model_nobody_serves_is_a_404(worker: ScriptedWorker, client: httpx.AsyncClient) -> None:
@@ -400,7 +437,7 @@ async def test_a_request_nobody_takes_in_time_is_a_503() -> None:
 
 async def test_a_request_whose_workers_are_all_gone_is_a_503() -> None:
     async with ring(no_worker_timeout_s=0.05) as (server, worker, client):
-        server.gateway.detach(worker.id, "test")
+        server.gateway.workers.detach(worker.id, "test")
         response = await post(client)
         assert response.status_code == 503
         assert error_of(response)["reason"] == "no_workers"
@@ -798,7 +835,7 @@ async def test_health_is_200_without_a_worker_and_ready_is_not(
     assert (ready.status_code, error_of(ready)["reason"]) == (503, "no_workers")
     worker = ScriptedWorker(server.gateway, n_places=0)
     assert (await client.get("/ready")).status_code == 200  # busy is ready
-    server.gateway.draining(worker.id)
+    server.gateway.workers.draining(worker.id)
     assert (await client.get("/ready")).status_code == 503
 
 
@@ -931,3 +968,81 @@ async def test_each_request_is_one_line_and_never_its_text(
     assert "outcome=finished" in finished
     assert "refused: status=400 code=invalid_value param=n" in refused
     assert "secret" not in caplog.text
+
+
+def facts(line: str) -> dict[str, str]:
+    """What a line of the log says, by name."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+@asynccontextmanager
+async def half_said(
+    caplog: pytest.LogCaptureFixture, *, stream: bool, **bounds: Any
+) -> AsyncIterator[tuple[Server, ScriptedWorker, Grant, asyncio.StreamWriter, float]]:
+    """A request with five tokens of prompt that has got two of its answer, and the time since it came."""
+    caplog.set_level("INFO", logger="llm_ingress")
+    async with ring(**bounds) as (server, worker, _):
+        _, writer = await raw_post(server, json.dumps(chat(stream=stream)).encode())
+        came_at = asyncio.get_running_loop().time()
+        grant = await worker.granted()
+        worker.say(grant, b"", pack_record(RecordKind.START, 0, b'{"n_prompt":5}'))
+        if stream:
+            worker.begin(grant)
+        for text in "ab":
+            worker.say(grant, event(text) if stream else b"", pack_record(RecordKind.TOKENS, 0, bytes(4)))
+        yield server, worker, grant, writer, came_at
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("outcome", ["client_left", "worker_failed", "deadline", "drain_ended"])
+async def test_the_line_of_what_did_not_finish_counts_what_was_generated(
+    caplog: pytest.LogCaptureFixture, outcome: str, stream: bool
+) -> None:
+    bounds = {"request_timeout_s": 0.3} if outcome == "deadline" else {}
+    async with half_said(caplog, stream=stream, **bounds) as (server, worker, grant, writer, came_at):
+        said_ms = 1000 * (asyncio.get_running_loop().time() - came_at)
+        await asyncio.sleep(0.1)
+        match outcome:
+            case "client_left":
+                writer.close()
+            case "worker_failed":
+                worker.fail(grant)
+            case "drain_ended":
+                server.gateway.fail_open_lanes("the end")
+        await server.counts()
+    (line,) = [record.getMessage() for record in caplog.records if " lane 1: " in record.getMessage()]
+    said = facts(line)
+    assert (said["n_prompt"], said["n_out"], said["outcome"]) == ("5", "2", outcome)
+    assert "n_cached" not in said
+    assert int(said["ttft_ms"]) <= said_ms + 50
+    assert int(said["ttft_ms"]) + 100 <= int(said["total_ms"])
+
+
+async def test_the_line_of_what_was_never_begun_tells_of_no_first_token(
+    server: Server, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="llm_ingress")
+    _, writer = await raw_post(server, json.dumps(chat()).encode())
+    await worker.granted()
+    writer.close()
+    await server.counts()
+    said = facts(caplog.records[-1].getMessage())
+    assert (said["n_out"], said["outcome"]) == ("0", "client_left")
+    assert said.keys().isdisjoint({"n_prompt", "n_cached", "ttft_ms"})
+
+
+async def test_an_answer_in_one_piece_had_its_first_token_before_its_first_byte(
+    worker: ScriptedWorker, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="llm_ingress")
+    answer = post(client)
+    grant = await worker.granted()
+    worker.say(grant, b"", pack_record(RecordKind.TOKENS, 0, bytes(4)))
+    await asyncio.sleep(0.1)
+    worker.begin(grant, JSON_HEAD)
+    worker.say(grant, b"{}")
+    worker.end(grant)
+    await answer
+    said = facts(caplog.records[-1].getMessage())
+    assert int(said["ttft_ms"]) + 100 <= int(said["total_ms"])

@@ -1,6 +1,8 @@
 """The chat request's parse: what is malformed is a 400 that names the field, what is well formed passes."""
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from llm_ingress.api.errors import ApiError
 from llm_ingress.api.schemas import ROLES, STOPS_MAX, ChatRequest, parse_chat
+from llm_ingress.api.surrogates import find_half_pair
 
 USER = {"role": "user", "content": "hi"}
 
@@ -96,6 +99,27 @@ def test_unknown_fields_are_ignored() -> None:
 )
 def test_a_wrong_value_is_named(field: str, value: Any, code: str) -> None:
     assert refusal_of(**{field: value}) == (field, code)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("max_tokens", "10", "expected integer, number or null, got string"),
+        ("stream", 1, "expected boolean or null, got integer"),
+        ("temperature", True, "expected number or null, got boolean"),
+        ("temperature", 3, "expected number <= 2.0"),
+        ("top_k", 1.5, "expected integer or null, got number"),
+        ("top_k", -1, "expected integer >= 0"),
+        ("stop", 5, "expected string, array or null, got integer"),
+        ("stop", "", "expected string of length >= 1"),
+        ("messages", {}, "expected array, got object"),
+        ("messages", [], "expected array of length >= 1"),
+        ("stream_options", [], "expected object or null, got array"),
+    ],
+)
+def test_what_was_expected_is_said_in_the_words_of_json(field: str, value: Any, reason: str) -> None:
+    error = refusal(json.dumps({"model": "m", "messages": [USER], field: value}).encode())
+    assert error.message == f"Invalid '{field}': {reason}."
 
 
 @pytest.mark.parametrize("field", ["model", "messages"])
@@ -322,8 +346,6 @@ def test_an_answer_of_the_sdk_goes_back_into_the_history() -> None:
         b'{"model":"m","messages":[{"role":"user","content":"x"}]} trailing',
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"whatever":Infinity}',
-        b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
-        b'{"model":"\\udfff","messages":[]}',
         b'{"model":"\xff","messages":[]}',
         b"\xef\xbb\xbf{}",
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"x":'
@@ -341,6 +363,79 @@ def test_an_answer_of_the_sdk_goes_back_into_the_history() -> None:
 def test_what_is_not_json_is_a_400_without_a_field(body: bytes) -> None:
     error = refusal(body)
     assert (error.param, error.code) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "escape"),
+    [
+        (r"\ud800", r"\ud800"),
+        (r"\udc00", r"\udc00"),
+        (r"so \uD83D", r"\uD83D"),
+        (r"\ud83d\ude00 \ud83d!", r"\ud83d"),
+        (r"\ud83d\u0041", r"\ud83d"),
+        (r"\ud83d\ud83d\ude00", r"\ud83d"),
+        (r"\ude00\ud83d", r"\ude00"),
+        (r"\\\ud800", r"\ud800"),
+        (r"\"\ud800", r"\ud800"),
+        (r"\ud7ff\ue000\ud800", r"\ud800"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_with_its_field(text: str, escape: str) -> None:
+    body = r'{"model":"m","messages":[{"role":"user","content":"\\ud800"},{"role":"user","content":"%s"}]}'
+    error = refusal((body % text).encode())
+    assert (error.param, error.code) == ("messages[1].content", "invalid_value")
+    assert f"{escape} is half of a surrogate pair" in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (rb'{"model":"\udfff","messages":[]}', "model"),
+        (
+            rb'{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"\udfff"}]}]}',
+            "messages[0].content[0].text",
+        ),
+        (rb'{"model":"m","stop":["a","\udfff"],"messages":[]}', "stop[1]"),
+    ],
+)
+def test_half_a_surrogate_pair_is_found_in_every_field_of_text(body: bytes, param: str) -> None:
+    assert refusal(body).param == param
+
+
+@pytest.mark.parametrize(
+    "body", [rb'{"model":"m","x":"\ud800"}', rb'{"\ud800":1}', rb'{"model":"m","tools":["\ud800"]}']
+)
+def test_half_a_surrogate_pair_in_no_known_field_is_told_by_its_place(body: bytes) -> None:
+    error = refusal(body)
+    assert (error.param, error.code) == (None, None)
+    before, _, _ = body.partition(rb'"\ud800')
+    assert rf"\ud800 is half of a surrogate pair, which is no text (in the string at byte {len(before)})" in (
+        error.message
+    )
+
+
+@given(st.text(st.characters(codec="utf-16"), max_size=20))
+def test_whole_surrogate_pairs_are_text(text: str) -> None:
+    assert parse_messages({"role": "user", "content": text}).turns[0]["content"] == text
+    assert find_half_pair(json.dumps(text).encode()) is None
+
+
+@given(st.text(st.sampled_from('a"\\\ud83d\ude00'), max_size=8))
+def test_half_a_surrogate_pair_is_found_wherever_there_is_one(text: str) -> None:
+    try:
+        text.encode("utf-16", "surrogatepass").decode("utf-16")
+        is_text = True
+    except UnicodeDecodeError:
+        is_text = False
+    assert (find_half_pair(json.dumps(text).encode()) is None) is is_text
+
+
+@pytest.mark.parametrize("piece", [rb"\u0041", rb"\\", rb"\"", b"a", rb"\ud83d\ude00"])
+def test_a_long_body_is_looked_through_in_one_pass(piece: bytes) -> None:
+    started = time.monotonic()
+    assert find_half_pair(b'{"x":"' + piece * 500_000 + rb'\ud800"}') == (r"\ud800", 5)
+    assert find_half_pair(b'{"x":"' + piece * 500_000) is None
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("body", [b"[]", b"null", b"5", b'"x"', b"true", b"[" * 10_000])
@@ -368,6 +463,9 @@ def test_an_error_does_not_repeat_a_long_value() -> None:
     assert len(error.body()) < 600
 
 
+PYTHON_TYPES = re.compile(r"\b(int|float|str|bool|bytes|list|dict|None)\b")
+
+
 def refusal_if_any(body: bytes) -> ApiError | None:
     try:
         parse_chat(body)
@@ -393,3 +491,10 @@ JSON_VALUES = st.recursive(
 def test_no_value_of_any_field_does_anything_but_parse_or_a_400_that_names_it(field: str, value: Any) -> None:
     error = refusal_if_any(json.dumps({"model": "m", "messages": [USER], field: value}).encode())
     assert error is None or (error.status == 400 and (error.param or "").startswith(field))
+
+
+@given(st.sampled_from(ChatRequest.__struct_fields__), JSON_VALUES)
+def test_no_value_of_the_wrong_type_is_told_of_in_the_words_of_python(field: str, value: Any) -> None:
+    error = refusal_if_any(json.dumps({"model": "m", "messages": [USER], field: value}).encode())
+    if error is not None and error.code == "invalid_type":
+        assert not PYTHON_TYPES.search(error.message.removeprefix(f"Invalid '{error.param}'"))

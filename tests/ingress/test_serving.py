@@ -101,14 +101,46 @@ async def test_past_the_limit_an_open_stream_ends_with_an_error_event() -> None:
         assert await server.counts() == (2, 0, 0, 2)
 
 
-async def test_asked_a_second_time_it_ends_at_once() -> None:
+async def test_when_it_is_urgent_it_ends_at_once() -> None:
     async with draining(drain_timeout_s=600) as (server, worker, _):
         _, writer, _ = await begin(server, worker)
         server.drain.ask()
-        server.drain.ask()
+        server.drain.is_urgent.set()
         async with asyncio.timeout(2):
             await server.task
         writer.close()
+
+
+async def test_after_a_fault_every_open_stream_gets_its_error_at_once_and_health_says_it() -> None:
+    gateway = Gateway(GatewayConfig(response_buffer_bytes=64 * 1024))
+    config = ServingConfig(port=0, drain_timeout_s=600)
+    async with serving(gateway, config=config) as server, httpx.AsyncClient(base_url=server.url) as client:
+        worker = ScriptedWorker(gateway)
+        reader, writer, _ = await begin(server, worker)
+        _, slow, grant = await begin(server, worker)
+        while not worker.pause_heard.is_set():  # its client reads nothing, and is waited for
+            worker.say(grant, event("x" * 8000))
+            await asyncio.sleep(0)
+        assert (await client.get("/health")).json()["status"] == "ok"
+        server.drain.fail()
+        rest = await reader.readuntil(b"\r\n0\r\n\r\n")
+        error = json.loads(rest.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+        assert error["message"] == "the server has failed."
+        assert (await client.get("/health")).json()["status"] == "failed"
+        assert (await client.get("/ready")).status_code == 503
+        for connection in (writer, slow):
+            connection.close()
+        await ended(server)
+
+
+async def test_a_fault_during_a_drain_ends_the_wait() -> None:
+    async with draining(drain_timeout_s=600) as (server, worker, _):
+        reader, writer, _ = await begin(server, worker)
+        server.drain.ask()
+        server.drain.fail()
+        assert b"the server has failed." in await reader.read()
+        writer.close()
+        await ended(server)
 
 
 async def test_idle_connections_do_not_hold_up_the_end() -> None:
@@ -185,7 +217,14 @@ def test_the_kernel_takes_little_for_a_client_that_does_not_read() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1}, {"tls_cert": Path("x")}, {"tls_key": Path("x")}],
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"drain_timeout_s": -1},
+        {"head_timeout_s": 0},
+        {"tls_cert": Path("x")},
+        {"tls_key": Path("x")},
+    ],
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

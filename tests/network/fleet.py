@@ -100,6 +100,7 @@ class Process:
         self._arguments = arguments
         self._environment = {**os.environ, **(environment or {})}
         self._popen: subprocess.Popen[bytes] | None = None
+        self._n_forgotten = 0  # lines of its log
 
     def __str__(self) -> str:
         return self.name
@@ -165,7 +166,12 @@ class Process:
         """The lines of its log that hold all of these words."""
         if not self.log.exists():
             return []
-        return [line for line in self.log.read_text().splitlines() if all(word in line for word in words)]
+        lines = self.log.read_text().splitlines()[self._n_forgotten :]
+        return [line for line in lines if all(word in line for word in words)]
+
+    def forget(self) -> None:
+        """Look at nothing any more that it has said so far."""
+        self._n_forgotten += len(self.lines())
 
     async def until_says(self, *words: str, n: int = 1, within_s: float = PATIENCE_S) -> list[str]:
         """Wait for `n` lines of its log that hold all of these words."""

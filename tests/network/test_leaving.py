@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from tests.network.chat import Chat, ask, sdk_of
-from tests.network.fleet import Fleet, until
+from tests.network.fleet import until
+from tests.network.standing import Standing
 
 pytestmark = pytest.mark.model
 
@@ -22,9 +23,9 @@ async def abandon(asking: asyncio.Task[Chat]) -> None:
     await asyncio.wait([asking])
 
 
-async def test_clients_that_leave_in_any_state_give_everything_back(fleet: Fleet) -> None:
-    ingress = await fleet.ingress()
-    worker = await fleet.worker("gpu-1", ingress)
+async def test_clients_that_leave_in_any_state_give_everything_back(lone: Standing) -> None:
+    ingress, (worker,) = lone.ingress, lone.workers
+    before = ingress.health()
     async with sdk_of(ingress) as sdk:
         # Streaming, and parked behind it.
         streams = [await Chat.begin(sdk, STORY, max_tokens=N_TOKENS) for _ in range(2)]
@@ -52,17 +53,17 @@ async def test_clients_that_leave_in_any_state_give_everything_back(fleet: Fleet
         await ingress.until(lambda health: health["open"] == 0, SOON_S)
         worker.thaw()
         health = await ingress.quiet()
-        assert (health["cancelled"], health["accepted"]) == (5, 5)
+        assert (health["cancelled"] - before["cancelled"], health["accepted"] - before["accepted"]) == (5, 5)
         assert (await ask(sdk, STORY, max_tokens=5)).text
 
 
-async def test_a_client_that_leaves_between_two_workers_is_not_brought_to_the_second(fleet: Fleet) -> None:
-    ingress = await fleet.ingress()
-    worker = await fleet.worker("gpu-1", ingress)
+async def test_a_client_that_leaves_between_two_workers_is_not_brought_to_the_second(pair: Standing) -> None:
+    ingress, (worker, _) = pair.ingress, pair.workers
+    before = ingress.health()
     async with sdk_of(ingress) as sdk:
         chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS)
         await chat.read(3)
-        await worker.kill()
+        await pair.kill_all()
         await ingress.until(lambda health: health["lanes"]["waiting"] == 1)
         await chat.leave()
         await ingress.until(lambda health: health["open"] == 0, SOON_S)
@@ -71,4 +72,4 @@ async def test_a_client_that_leaves_between_two_workers_is_not_brought_to_the_se
         assert (await ask(sdk, STORY, max_tokens=5)).text
         assert worker.health()["jobs"] == 0
     health = await ingress.quiet()
-    assert (health["cancelled"], health["finished"]) == (1, 1)
+    assert (health["cancelled"] - before["cancelled"], health["finished"] - before["finished"]) == (1, 1)

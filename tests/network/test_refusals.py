@@ -7,6 +7,7 @@ import pytest
 
 from tests.network.chat import Chat, ask, sdk_of
 from tests.network.fleet import Fleet, certs
+from tests.network.standing import Standing
 
 pytestmark = pytest.mark.model
 
@@ -37,19 +38,22 @@ async def test_each_ingress_that_cannot_be_served_is_one_line_and_the_others_are
     assert picky.lines("WARNING", "gpu-1", "refused for allow_list")
 
 
-async def test_a_second_process_with_the_same_certificate_waits_or_takes_over(fleet: Fleet) -> None:
-    ingress = await fleet.ingress()
-    first = await fleet.worker("first", ingress)
-    twin = fleet.new_worker("twin", ingress, identity="first")
-    await twin.start()
-    await twin.until_says("it refuses this worker for duplicate: another instance of first is attached")
+async def test_a_second_process_with_the_same_certificate_waits_or_takes_over(lone: Standing) -> None:
+    fleet, ingress, (first,) = lone.fleet, lone.ingress, lone.workers
+    twin = fleet.new_worker("twin", ingress, identity=first.name)
+    heir = fleet.new_worker("heir", ingress, identity=first.name, flags=("--takeover",))
+    twin.launch()
+    await twin.until_says(
+        f"it refuses this worker for duplicate: another instance of {first.name} is attached"
+    )
     assert (first.status("/ready"), twin.status("/ready")) == (200, 503)
-    heir = fleet.new_worker("heir", ingress, identity="first", flags=("--takeover",))
-    await heir.start()
+    heir.launch()
     await heir.until_attached()
     await first.until_says("a newer connection of the same worker takes its place")
     await first.until_says("it refuses this worker for duplicate")
     await ingress.until_attached(1)
+    for worker in (first, twin, heir):
+        await worker.kill()
 
 
 async def test_an_ingress_under_two_names_is_served_once(fleet: Fleet) -> None:
@@ -64,20 +68,24 @@ async def test_an_ingress_under_two_names_is_served_once(fleet: Fleet) -> None:
     await ingress.until_attached(1)
 
 
-async def test_renewed_certificates_are_used_by_both_ends_and_cut_no_stream(fleet: Fleet, pki: Path) -> None:
-    ingress = await fleet.ingress()
-    worker = await fleet.worker("gpu-1", ingress)
+async def test_renewed_certificates_are_used_by_both_ends_and_cut_no_stream(
+    lone: Standing, pki: Path
+) -> None:
+    ingress, (worker,) = lone.ingress, lone.workers
     async with sdk_of(ingress) as sdk:
-        chat = await Chat.begin(sdk, "Tell a story.", max_tokens=150)
+        chat = await Chat.begin(sdk, "Tell a story.", max_tokens=80)
         await chat.read(5)
         certs("init", pki, "--renew")
-        certs("worker", pki, "gpu-1", "--renew", "--out", fleet.certificate("gpu-1"))
+        certs("worker", pki, worker.name, "--renew", "--out", lone.fleet.certificate(worker.name))
         for process in (ingress, worker):
             process.signal(signal.SIGHUP)
             await process.until_says("cert.pem is used for new connections")
-        assert (await chat.rest()).usage.completion_tokens == 150
-    assert len(worker.lines("is attached to")) == 1
-    await fleet.worker("gpu-2", ingress)
+        assert (await chat.rest()).usage.completion_tokens == 80
+    assert not worker.lines("is attached to")
+    # Both ends prove who they are anew.
+    await ingress.kill()
+    await ingress.start()
+    await ingress.until_attached(1)
 
 
 async def test_a_half_written_key_leaves_the_last_good_pair_in_use(fleet: Fleet) -> None:

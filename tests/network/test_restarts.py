@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 STORY = "Tell a story about a lighthouse."
 N_TOKENS = 180
 N_CLIENTS = 3
+N_RESTARTS = 5
 
 
 async def test_a_killed_ingress_costs_its_workers_nothing_but_its_own_lanes(fleet: Fleet) -> None:
@@ -40,6 +41,25 @@ async def test_a_killed_ingress_costs_its_workers_nothing_but_its_own_lanes(flee
     assert len(worker.lines("is attached to", doomed.control_url)) == 2
     await doomed.quiet()
     await steady.quiet()
+
+
+async def test_an_ingress_restarted_again_and_again_under_load_is_found_each_time(fleet: Fleet) -> None:
+    ingress = await fleet.ingress()
+    workers = await fleet.workers(ingress, "gpu-1", "gpu-2")
+    for n_lives in range(1, N_RESTARTS + 1):
+        async with sdk_of(ingress) as sdk:
+            chats = [await Chat.begin(sdk, STORY, max_tokens=N_TOKENS) for _ in range(N_CLIENTS)]
+            await ingress.kill()
+            for chat in chats:
+                with pytest.raises((openai.APIError, httpx.HTTPError)):
+                    await chat.rest()
+        await ingress.start()
+        await ingress.until_attached(len(workers))
+        for worker in workers:
+            assert len(worker.lines("is attached to")) == n_lives + 1
+        async with sdk_of(ingress) as sdk:
+            assert (await ask(sdk, STORY, max_tokens=5)).text
+        await ingress.quiet()
 
 
 async def test_a_rolling_restart_of_the_workers_under_load_loses_no_request(fleet: Fleet) -> None:

@@ -8,7 +8,8 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple, Self, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
 
 import httpx
 
@@ -29,23 +30,31 @@ def chat(text: str, **fields: Any) -> Json:
     return {"model": MODEL, "temperature": 0, "messages": turns, **fields}
 
 
-class Said(NamedTuple):
-    """What an answer came to, streamed or not."""
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an answer came to, streamed or not; equal ones may have found more or less in the cache."""
 
     text: str
     finish_reason: str
     usage: Json
+    n_cached: int = field(compare=False)
+
+    @classmethod
+    def of(cls, text: str, finish_reason: str, usage: Json) -> Self:
+        counts = dict(usage)
+        details = counts.pop("prompt_tokens_details")
+        return cls(text, finish_reason, counts, details["cached_tokens"])
 
     @classmethod
     def whole(cls, answer: Json) -> Self:
         (choice,) = answer["choices"]
-        return cls(choice["message"]["content"], choice["finish_reason"], answer["usage"])
+        return cls.of(choice["message"]["content"], choice["finish_reason"], answer["usage"])
 
     @classmethod
     def streamed(cls, chunks: list[Json]) -> Self:
         """What a stream with usage came to."""
         *parts, usage = chunks
-        return cls("".join(deltas(parts)), parts[-1]["choices"][0]["finish_reason"], usage["usage"])
+        return cls.of("".join(deltas(parts)), parts[-1]["choices"][0]["finish_reason"], usage["usage"])
 
 
 def deltas(chunks: list[Json]) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +87,14 @@ def is_quiet(health: Health) -> bool:
 
 
 @contextmanager
-def running(*flags: str, log: Path, environment: Mapping[str, str] | None = None) -> Iterator[LlmServe]:
+def running(
+    *flags: str,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = (str(COMMAND),),
+) -> Iterator[LlmServe]:
     """Run `llm-serve` with SmolLM2 until the block ends, on any free port unless told another."""
-    command = [str(COMMAND), "--model", "smollm2", "--drain-timeout", "1", *flags]
+    command = [*program, "--model", "smollm2", "--drain-timeout", "1", *flags]
     surroundings = {**os.environ, "PORT": "0", **(environment or {})}
     with log.open("w") as errors:
         process = subprocess.Popen(

@@ -73,6 +73,7 @@ async def test_a_client_that_leaves_frees_its_slot(
     server: LlmServe, prompt: str, is_reached: Callable[[Health], bool], stream: bool
 ) -> None:
     before = await server.quiet()
+    prompt = f"{stream}. {prompt}"  # of which nothing is cached yet
     async with asking(server, chat(prompt, stream=stream, max_tokens=2000)):
         await server.until(is_reached)
     await server.until(is_free, within_s=FREED_S)
@@ -106,6 +107,19 @@ async def test_the_sdks_closed_iterator_frees_its_slot(server: LlmServe, sdk: op
     await stream.close()
     await server.until(is_free, within_s=FREED_S)
     assert (await server.quiet())["cancelled"] == before["cancelled"] + 1
+
+
+async def test_what_a_client_had_when_it_left_is_in_the_log(server: LlmServe) -> None:
+    body = chat(STORY, stream=True, max_tokens=2000)
+    async with asking(server, body, "X-Request-Id: left-in-the-middle\r\n") as stream:
+        heard = b"".join([await stream.until(b'"content":"') for _ in range(12)])
+    await server.quiet()
+    (line,) = server.lines("request left-in-the-middle ")
+    said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    assert said["outcome"] == "client_left"
+    assert 10 <= int(said["n_out"]) < 2000, heard
+    assert 10 < int(said["n_prompt"]) < 100
+    assert int(said["ttft_ms"]) < int(said["total_ms"])
 
 
 # --- while it waits -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 
 N_PLACES = 4  # of the narrow server
 AT_ONCE_S = 0.5
-LONG_PROMPT = "The whale swam on. " * 400  # 2000 tokens: seconds of prefill
+LONG_PROMPT = "The herring swam on. " * 400  # 2000 tokens: seconds of prefill
 
 
 @pytest.fixture

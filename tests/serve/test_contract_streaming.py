@@ -91,6 +91,7 @@ async def test_usage_is_one_chunk_more_with_the_numbers_of_the_whole_answer(
     )
     assert last["choices"] == []
     usage = last["usage"]
+    assert set(usage.pop("prompt_tokens_details")) == {"cached_tokens"}
     assert usage == whole.usage
     assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
     assert finish["choices"][0]["finish_reason"] == whole.finish_reason

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from llm_ingress.draining import SECOND_THOUGHT_S
+from tests import faulty_loop
 from tests.ingress.test_serving import certificate
 from tests.serve.client import CHAT, DONE, STORY, Client, Connection, asking, chat, client_of, deltas, events
 from tests.serve.process import COMMAND, PATIENCE_S, POLL_S, LlmServe, running
@@ -37,7 +40,7 @@ async def busy(server: LlmServe, n_lanes: int, max_tokens: int) -> AsyncIterator
     async with AsyncExitStack() as stack:
         body = chat(STORY, stream=True, max_tokens=max_tokens)
         streams = [await stack.enter_async_context(asking(server, body)) for _ in range(n_lanes)]
-        await server.until(lambda health: health["open"] == n_lanes and health["lanes"]["streaming"])
+        await server.until(lambda health: health["open"] == n_lanes and health["decoding"])
         yield streams
 
 
@@ -97,10 +100,46 @@ async def test_a_second_signal_ends_it_at_once(log: Path, number: int) -> None:
         async with busy(server, 3, max_tokens=4000):
             server.signal(number)
             await server.until(lambda health: health["draining"])
+            await asyncio.sleep(2 * SECOND_THOUGHT_S)
             server.signal(number)
             async with asyncio.timeout(AT_ONCE_S):
                 assert await server.exit_status() == 130
     assert server.lines(" ERROR ", "Traceback") == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_that_arrives_twice_in_a_moment_is_one(log: Path, second: int) -> None:
+    with running("--max-inflight", "1", "--drain-timeout", "60", log=log) as server:
+        async with busy(server, 2, max_tokens=24) as streams:
+            server.signal(signal.SIGTERM)
+            await server.until(lambda health: health["draining"])
+            server.signal(second)
+            for stream in streams:
+                assert (await stream.rest()).endswith(f"{DONE}\r\n0\r\n\r\n".encode())
+        assert await server.exit_status() == 0
+    assert server.lines(" ERROR ", "Traceback") == []
+
+
+async def test_when_its_engine_fails_every_client_is_told_and_it_ends_with_status_1(
+    log: Path, tmp_path: Path
+) -> None:
+    fault = tmp_path / "fault"
+    program = (sys.executable, "-m", faulty_loop.PROGRAM)
+    surroundings = faulty_loop.environment("llm_serve", fault)
+    flags = ("--max-inflight", "2", "--drain-timeout", "60")
+    with running(*flags, log=log, program=program, environment=surroundings) as server:
+        async with busy(server, 3, max_tokens=4000) as (*ran, waited):
+            await server.until(lambda health: health["decoding"] == 2)
+            fault.touch()
+            async with asyncio.timeout(AT_ONCE_S):
+                for stream in ran:
+                    *_, last = (await stream.rest()).decode().rstrip().split("data: ")
+                    assert "the server has failed" in json.loads(last.split("\r\n")[0])["error"]["message"]
+                status, headers = await waited.head()
+                assert (status, int(headers["retry-after"]) > 0) == (503, True)
+                assert await server.exit_status() == 1
+    (told,) = server.lines("its engine has failed")
+    assert "RuntimeError('made to fail')" in told
 
 
 @pytest.mark.parametrize("moment_s", [0.0, 0.15, 0.3, 0.45, 0.6])

@@ -257,6 +257,15 @@ class RingContract:
         ends.say(lambda: ends.ring.heartbeat(HEARTBEAT))
         await until(lambda: ends.gateway.snapshot().workers[0].heartbeat == HEARTBEAT)
 
+    async def test_a_lane_that_is_worked_on_is_known_to_be(self) -> None:
+        ends = await self.attached(credit=1)
+        lane = ends.open()
+        (grant,) = await ends.granted()
+        heard_at = lane.heard_at
+        ends.say(lambda: ends.ring.working(grant.ref))
+        await until(lambda: lane.heard_at > heard_at)
+        assert lane.state is LaneState.CLAIMED
+
     async def test_a_draining_worker_gets_no_more_and_finishes_what_it_holds(self) -> None:
         ends = await self.attached(credit=3)
         held = ends.open()

@@ -27,7 +27,7 @@ CAPACITY = Heartbeat(
 CARD = ModelCard(name="m", aliases=("a",), file="m.gguf", n_params=1, n_ctx=10, fingerprint="f", created=1)
 RING = RingFacts(name="https://a:8444", is_attached=True, is_draining=False)
 WORKER = WorkerSnapshot(
-    name="gpu-1", model=CARD, capacity=CAPACITY, rings=(RING,), n_jobs=2, is_draining=False
+    name="gpu-1", model=CARD, capacity=CAPACITY, rings=(RING,), n_jobs=2, is_draining=False, has_failed=False
 )
 SAMPLE = re.compile(r"(llm_worker_[a-z_]+) ([0-9.e+-]+)")
 
@@ -71,6 +71,7 @@ async def test_health_tells_capacity_model_and_every_ring() -> None:
         (replace(WORKER, rings=(replace(RING, is_draining=True),)), "no_ingress"),
         (replace(WORKER, rings=()), "no_ingress"),
         (replace(WORKER, is_draining=True), "draining"),
+        (replace(WORKER, is_draining=True, has_failed=True), "failed"),
     ],
 )
 async def test_it_is_ready_while_an_ingress_can_grant_it_a_lane_and_alive_always(

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_engine.generation import StopReason
+from llm_ingress.records import Tally, tally
 from llm_worker.errors import ProgressError
 from llm_worker.progress import (
     Finish,
@@ -41,6 +42,13 @@ def test_deltas_of_several_choices_add_up_each_to_its_own(
         mine = [(tokens, text) for c, tokens, text in deltas if c == choice]
         assert progress.choice(choice).tokens == [token for tokens, _ in mine for token in tokens]
         assert "".join(progress.choice(choice).pieces) == "".join(text for _, text in mine)
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), TOKENS, st.text(max_size=200)), max_size=8))
+def test_an_ingress_counts_the_tokens(deltas: list[tuple[int, tuple[int, ...], str]]) -> None:
+    data = OPENING + b"".join(pack_tokens(t, c) + pack_text(text, c) for c, t, text in deltas)
+    data += pack_finish(Finish(reason=StopReason.STOP, n_cached=0))
+    assert tally(data) == Tally(START.n_prompt, sum(len(tokens) for _, tokens, _ in deltas))
 
 
 def test_a_finish_is_read_back() -> None:

@@ -16,7 +16,7 @@ from llm_ingress.wire import Fail, FinishReason, LaneRef, ModelCard
 from llm_worker.errors import WorkerConfigError
 from llm_worker.local import LocalRing
 from llm_worker.preparation import prepare
-from llm_worker.worker import Worker, WorkerConfig
+from llm_worker.worker import STANDSTILL_S, Worker, WorkerConfig
 from tests.fakes import FakeEngine, Released, ScriptedLane, ScriptedRing, chat_grant
 from tests.worker.ring_contract import until
 
@@ -77,6 +77,27 @@ async def running(ring: ScriptedRing, engine: FakeEngine, n: int) -> None:
 def only(lane: ScriptedLane) -> object:
     (frame,) = lane.frames
     return frame
+
+
+# -- the engine's end --
+
+
+async def test_an_engine_that_has_failed_is_told_once_and_offered_no_more() -> None:
+    ring, engine, faults = ScriptedRing(), FakeEngine(), asyncio.Queue[str]()
+    config = WorkerConfig(heartbeat_interval_s=0.01)
+    worker = Worker(engine, config, [ring], on_fault=lambda: faults.put_nowait("fault"))
+    worker.start()
+    ring.accept()
+    assert not worker.snapshot().has_failed
+    engine.fault, engine.is_closed = ZeroDivisionError(), True
+    async with asyncio.timeout(WAIT_S):
+        await faults.get()
+    assert worker.snapshot().has_failed
+    assert ring.credits[-1] == 0
+    n_beats = len(ring.heartbeats)
+    await ring.until(lambda: len(ring.heartbeats) > n_beats + 2)
+    assert faults.empty()
+    worker.close()
 
 
 # -- credit --
@@ -168,8 +189,9 @@ async def test_no_more_is_offered_than_the_engine_admits_and_preparations_count_
             assert worker.n_free == 1
         await running(ring, engine, 1)
         assert worker.n_free == 1
-        engine.n_withheld = 3
+        engine.withhold(3)
         assert worker.n_free == 0
+        assert ring.credits[-1] == 0
         assert only(ring.grant(chat_grant("b", lane_id=2))) == Released()
 
 
@@ -314,6 +336,47 @@ async def test_a_preparation_that_takes_too_long_fails_alone_and_holds_nobody_up
         await ring.until(lambda: worker.n_free == 1 and ring.credits[-1] == 1)
         engine.finish()
         await ring.until(lambda: ring.credits[-1] == 2)
+
+
+# -- lanes of which there is nothing to send yet --
+
+
+async def test_a_lane_is_said_to_be_worked_on_until_its_first_token() -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.01)):
+        with held_preparation(engine) as gate:
+            ring.grant(chat_grant("abcdef"))
+            gate.await_arrival()
+            await ring.until(lambda: len(ring.worked_on) >= 2)
+        await running(ring, engine, 1)
+        n_said = len(ring.worked_on)
+        await ring.until(lambda: len(ring.worked_on) >= n_said + 2)
+        engine.step()
+        n_said, n_beats = len(ring.worked_on), len(ring.heartbeats)
+        await ring.until(lambda: len(ring.heartbeats) >= n_beats + 3)
+        assert len(ring.worked_on) == n_said
+        assert set(ring.worked_on) == {LaneRef(1, 1)}
+
+
+async def test_an_engine_that_stands_still_gets_nothing_and_its_lanes_are_not_said_to_move(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, ring = FakeEngine(), ScriptedRing()
+    async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.01)) as worker:
+        ring.grant(chat_grant("abc"))
+        await running(ring, engine, 1)
+        engine.step_age_s = STANDSTILL_S + 0.1
+        await ring.until(lambda: ring.credits[-1] == 0)
+        n_said, n_beats = len(ring.worked_on), len(ring.heartbeats)
+        await ring.until(lambda: len(ring.heartbeats) >= n_beats + 3)
+        assert len(ring.worked_on) == n_said
+        ring.worker.on_cancel(ring, LaneRef(1, 1))
+        assert worker.n_free == 0, "what is cancelled does not leave it"
+        engine.step_age_s = 0.0
+        await ring.until(lambda: ring.credits[-1] == engine.info.max_inflight)
+    assert [record.message for record in caplog.records if "engine" in record.message] == [
+        f"the engine stands still: no step has ended for {STANDSTILL_S:g} s"
+    ]
 
 
 # -- cancel --

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from llm_ingress.errors import ProtocolFault, WorkerRefused
-from llm_ingress.gateway import GatewayConfig, LaneState
+from llm_ingress.gateway import GatewayConfig, LaneState, OutcomeReason
 from llm_ingress.leases import IDLE_FRAMES_PER_S
 from llm_ingress.wire import LaneRef, RefusedFor
 from tests.ingress.scripted_ring import ScriptedRing, ScriptedWorker
@@ -94,33 +94,129 @@ def test_a_worker_that_claims_and_says_nothing_loses_its_connection_and_the_lane
     ring.wait(20.0, worker)
     assert why_closed(worker) is None
     ring.wait(0.5, worker)
-    assert why_closed(worker) == "it claimed lane 1 and said nothing for 20 s"
+    assert why_closed(worker) == "it holds lane 1 and has said nothing of it for 20 s"
     assert client.lane.state is LaneState.WAITING
     assert client.lane.attempts == 1
 
 
-@pytest.mark.parametrize("word", ["head", "progress"])
-def test_one_word_about_a_lane_is_enough_however_long_the_prompt_takes(word: str) -> None:
+def test_a_worker_that_gets_stuck_in_mid_answer_loses_its_connection_and_another_goes_on() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
+    worker = ring.worker(1)
+    client = ring.client()
+    ring.wait(19.0, worker)
+    worker.head()
+    worker.say(b"one", b"1")
+    ring.wait(20.0, worker)
+    assert why_closed(worker) is None
+    ring.wait(0.5, worker)
+    assert why_closed(worker) is not None
+    other = ring.worker(1)
+    assert other.grants[-1].progress == b"1"
+    assert client.read() == b"one"
+
+
+@pytest.mark.parametrize("word", ["head", "progress", "working"])
+def test_each_word_about_a_lane_gives_it_time_for_the_next(word: str) -> None:
     ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
     worker = ring.worker(1)
     ring.client()
-    ring.wait(10.0, worker)
-    worker.head() if word == "head" else worker.say(b"", b"start")
-    ring.wait(300.0, worker)
+    ring.wait(15.0, worker)
+    match word:
+        case "head":
+            worker.head()
+        case "progress":
+            worker.say(b"", b"start")
+        case _:
+            worker.work()
+    ring.wait(20.0, worker)
     assert why_closed(worker) is None
+    ring.wait(0.5, worker)
+    assert why_closed(worker) is not None
 
 
-def test_the_time_for_a_first_word_begins_anew_with_each_claim() -> None:
+def test_a_worker_that_says_that_it_works_on_a_lane_has_all_the_time_a_prompt_takes() -> None:
     ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
+    worker = ring.worker(1)
+    client = ring.client()
+    for _ in range(30):
+        ring.wait(15.0, worker)
+        worker.work()
+    assert why_closed(worker) is None
+    assert client.lane.state is LaneState.CLAIMED
+
+
+def test_a_paused_lane_is_rightly_silent_and_has_its_time_anew_when_it_may_go_on() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0, response_buffer_bytes=3, stall_timeout_s=100.0))
+    worker = ring.worker(1)
+    client = ring.client()
+    worker.head()
+    worker.say(b"more than that", b"1")
+    ring.wait(60.0, worker)
+    assert worker.paused
+    client.read()
+    assert worker.resumed
+    ring.wait(20.0, worker)
+    assert why_closed(worker) is None
+    ring.wait(0.5, worker)
+    assert why_closed(worker) is not None
+
+
+def test_the_time_for_a_word_begins_anew_with_each_claim() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0))
+    worker = ring.worker(1)
+    ring.client()
+    ring.wait(15.0, worker)
+    worker.die()
+    other = ring.worker(1)
+    ring.wait(20.0, other)
+    assert why_closed(other) is None
+    ring.wait(0.5, other)
+    assert why_closed(other) is not None
+
+
+def test_a_worker_whose_engine_stands_still_is_nobody_to_hope_for() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0, no_worker_timeout_s=10.0))
+    worker = ring.worker(2)
+    client = ring.client()
+    worker.head()
+    worker.say(b"one", b"1")
+    worker.release()
+    worker.step_age_s = 20.5
+    ring.wait(9.5, worker)
+    assert client.lane.is_open
+    ring.wait(1.0, worker)
+    outcome = client.lane.outcome
+    assert outcome is not None
+    assert (outcome.state, outcome.reason) == (LaneState.FAILED, OutcomeReason.NO_WORKERS)
+
+
+def test_a_worker_whose_engine_goes_on_gets_what_it_had_offered_to_take() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0, no_worker_timeout_s=10.0))
+    worker = ring.worker(1)
+    worker.step_age_s = 20.5
+    worker.beat()
+    client = ring.client()
+    worker.offer(1)
+    assert not worker.grants
+    ring.wait(9.0, worker)
+    worker.step_age_s = 0.0
+    worker.beat()
+    assert client.lane.state is LaneState.CLAIMED
+    assert client.lane.alone_since is None
+
+
+def test_a_starved_ingress_lets_go_of_nobody_whose_words_lie_unread() -> None:
+    ring = ScriptedRing(GatewayConfig(claim_timeout_s=20.0, heartbeat_timeout_s=60.0))
     worker = ring.worker(1)
     ring.client()
     worker.head()
-    worker.die()
-    other = ring.worker(1)
-    ring.wait(19.5, other)
-    assert why_closed(other) is None
-    ring.wait(1.0, other)
-    assert why_closed(other) is not None
+    ring.wait(1.0, worker)
+    ring.clock.now += 30.0
+    ring.gateway.tick()
+    assert why_closed(worker) is None
+    worker.say(b"one", b"1")
+    ring.wait(19.0, worker)
+    assert why_closed(worker) is None
 
 
 def test_a_worker_silent_for_many_leases_loses_its_connection() -> None:
@@ -133,7 +229,7 @@ def test_a_worker_silent_for_many_leases_loses_its_connection() -> None:
     assert ring.gateway.snapshot().workers == ()
 
 
-@pytest.mark.parametrize("frame", ["credit", "heartbeat", "no lane", "empty"])
+@pytest.mark.parametrize("frame", ["credit", "heartbeat", "no lane", "empty", "working"])
 def test_a_worker_that_floods_is_at_fault(frame: str) -> None:
     ring = ScriptedRing()
     worker = ring.worker(1)
@@ -144,6 +240,7 @@ def test_a_worker_that_floods_is_at_fault(frame: str) -> None:
         "heartbeat": worker.beat,
         "no lane": lambda: worker.say(b"x", ref=LaneRef(9, 9)),
         "empty": lambda: worker.say(b""),
+        "working": worker.work,
     }
     with pytest.raises(ProtocolFault, match="that move nothing"):
         repeat(frames[frame], IDLE_FRAMES_PER_S + 1)

@@ -1,0 +1,84 @@
+"""KV kept in host memory, bounded, least recently used out first.
+
+Two kinds lie here: the whole of a run whose slot another took, and checkpoints: the part of a sequence's
+state that cannot be cut (recurrent state, the last sliding window), as it was after so many tokens.
+
+Owns: the saved states. Pure: it holds the bytes and never looks at them. Called by: `slots.py`.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from llm_engine.prefix import Run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvState:
+    """llama.cpp's bytes for one sequence, good only in a context of the same fingerprint."""
+
+    data: "npt.NDArray[np.uint8]"
+    is_checkpoint: bool
+    fingerprint: str
+
+    @property
+    def n_bytes(self) -> int:
+        return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """A run in host memory; of a checkpoint, the tokens after which it was taken."""
+
+    run: "Run"
+    state: KvState
+
+
+class HostCache:
+    """States within `limit_bytes`; 0 keeps none."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._saved: dict[Saved, None] = {}  # least recently used first
+        self.n_bytes = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._limit_bytes > 0
+
+    @property
+    def runs(self) -> list[Saved]:
+        return [saved for saved in self._saved if not saved.state.is_checkpoint]
+
+    @property
+    def checkpoints(self) -> list[Saved]:
+        return [saved for saved in self._saved if saved.state.is_checkpoint]
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Drop the least recently used until `n_bytes` more fit; False if they never will."""
+        if n_bytes > self._limit_bytes:
+            return False
+        while self.n_bytes + n_bytes > self._limit_bytes:
+            self.drop(next(iter(self._saved)))
+        return True
+
+    def add(self, saved: Saved) -> None:
+        """Keep what `make_room` made room for."""
+        n_bytes = self.n_bytes + saved.state.n_bytes
+        assert n_bytes <= self._limit_bytes, f"{n_bytes} bytes in a cache of {self._limit_bytes}"
+        self._saved[saved] = None
+        self.n_bytes = n_bytes
+
+    def touch(self, saved: Saved) -> None:
+        """It is used now."""
+        del self._saved[saved]
+        self._saved[saved] = None
+
+    def drop(self, saved: Saved) -> None:
+        """Keep it no longer, if it still is."""
+        if saved in self._saved:
+            del self._saved[saved]
+            self.n_bytes -= saved.state.n_bytes

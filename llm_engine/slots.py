@@ -1,0 +1,346 @@
+"""Who holds which slot, what lies in each, and who waits for whose prefix.
+
+A sequence claims a slot and starts in it with the longest beginning of its prompt that lies anywhere: in that
+slot, in another one, in host memory. Where another sequence is about to compute a longer one, it waits for
+that instead, and takes a copy. So a prefix is computed once, however many ask for it at once.
+
+Which slot: the one with most neighbours in use, because llama.cpp splits a batch wherever its sequence
+numbers have a hole, in every step, while cells are moved once, a thousand times faster than they are
+computed. Among equals: the slot in which the prompt's beginning lies, if little else is lost with it; else
+one that holds nothing worth keeping; else the least recently used, whose cells go to host memory first.
+
+Owns: the slots and their runs. Acts on cells through `Cells`, at once. Called by: `scheduler.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
+
+from llm_engine.errors import BackendError
+from llm_engine.hostcache import HostCache, KvState, Saved
+from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Run, Trim, count_common
+from llm_engine.sequence import Sequence
+
+
+class Cells(Protocol):
+    """What can be done with the cells of a context. All of it happens at once.
+
+    Raises: BackendError; nothing can be said then of the slot that was to be written.
+    """
+
+    @property
+    def trim(self) -> Trim: ...
+    def n_state_bytes(self, slot: int, *, checkpoint: bool) -> int: ...
+    def fetch(self, slot: int, *, checkpoint: bool) -> KvState: ...
+    def restore(self, slot: int, state: KvState) -> None: ...
+    def copy(self, source: int, target: int) -> None: ...
+
+    def cut(self, slot: int, n_tokens: int) -> None:
+        """Keep the first `n_tokens`."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One place in the context. Once `is_started`, its run is that of `holder`; before, an earlier one's."""
+
+    seq_id: int
+    run: Run
+    last_used: int = 0
+    holder: Sequence | None = None
+    is_started: bool = False
+    waits_for: "Wait | None" = None
+    stops: set[int] = field(default_factory=set)  # lengths at which a slice has to end
+
+    @property
+    def n_computed(self) -> int:
+        """Of its holder's tokens."""
+        return self.run.n_cells if self.is_started else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Until `sequence` in `slot` has computed `n_tokens`."""
+
+    slot: Slot
+    sequence: Sequence
+    n_tokens: int
+
+    @property
+    def is_on(self) -> bool:
+        is_coming = self.slot.holder is self.sequence and not self.sequence.paused
+        return is_coming and self.slot.n_computed < self.n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the first `n_tokens` of a prompt can be had from; with a checkpoint, if cutting takes one."""
+
+    place: Slot | Saved
+    n_tokens: int
+    checkpoint: Saved | None
+
+    @property
+    def n_left_over(self) -> int:
+        """Cells of the run that the prompt has no use for."""
+        return self.place.run.n_cells - self.n_tokens
+
+
+class Slots:
+    """The slots of one context. Unless it `reuses`, every sequence starts from nothing."""
+
+    def __init__(
+        self,
+        n_slots: int,
+        cells: Cells,
+        host: HostCache,
+        *,
+        is_end_of_turn: Callable[[int], bool],
+        reuses: bool = True,
+    ) -> None:
+        self._cells = cells
+        self._host = host
+        self._is_end_of_turn = is_end_of_turn
+        self._reuses = reuses
+        self._slots = [Slot(seq_id, Run()) for seq_id in range(n_slots)]
+        self._held: dict[Sequence, Slot] = {}  # in order of their claims
+        self._n_released = 0
+        self._n_moves = 0  # times that cells were copied, saved or restored
+
+    @property
+    def has_free(self) -> bool:
+        return len(self._held) < len(self._slots)
+
+    # -- a sequence's way --
+
+    def claim(self, sequence: Sequence) -> None:
+        """Give it a free slot; what lies there stays until it starts."""
+        slot = self._choose(self._find(sequence.tokens, None))
+        slot.holder = sequence
+        sequence.seq_id = slot.seq_id
+        self._held[sequence] = slot
+
+    def start_ready(self, *, gently: bool = False) -> None:
+        """Start whoever has nothing better to wait for.
+
+        `gently`, because streams are running: once cells were moved, the rest start with the next step.
+        """
+        n_moves = self._n_moves
+        for sequence, slot in self._held.items():
+            if gently and self._n_moves > n_moves:
+                break
+            if not slot.is_started and not (slot.waits_for and slot.waits_for.is_on):
+                self._start_or_wait(slot, sequence)
+
+    def n_ready(self, sequence: Sequence) -> int:
+        """How many of its pending tokens the next slice may hold."""
+        slot = self._held[sequence]
+        if not slot.is_started:
+            return 0
+        n_cells = slot.run.n_cells
+        return min((n - n_cells for n in slot.stops if n > n_cells), default=sequence.n_pending)
+
+    def advance(self, sequence: Sequence, n_tokens: int) -> None:
+        """So many more are computed."""
+        slot = self._held[sequence]
+        slot.run.n_cells += n_tokens
+        sequence.n_computed = slot.run.n_cells
+        if slot.run.n_cells in slot.stops:
+            self._take_checkpoint(slot)
+
+    def release(self, sequence: Sequence, *, keep: bool) -> None:
+        """Its slot is free again; its cells stay there for others, if `keep`."""
+        slot = self._held.pop(sequence)
+        if slot.is_started:
+            slot.run = slot.run.frozen()
+            self._n_released += 1
+            slot.last_used = self._n_released
+            if not (keep and self._reuses):
+                self._empty(slot)
+        slot.holder, slot.is_started, slot.waits_for = None, False, None
+        slot.stops.clear()
+
+    # -- choosing a slot --
+
+    def _choose(self, source: Source | None) -> Slot:
+        free = [slot for slot in self._slots if slot.holder is None]
+        most = max(map(self._n_neighbours, free))
+        fit = [slot for slot in free if self._n_neighbours(slot) == most]
+        for slot in fit:
+            if source is not None and slot is source.place and source.n_left_over < WORTH_TOKENS:
+                return slot
+        return min(fit, key=lambda slot: (slot.run.n_cells >= WORTH_TOKENS, slot.last_used, slot.seq_id))
+
+    def _n_neighbours(self, slot: Slot) -> int:
+        beside = (slot.seq_id - 1, slot.seq_id + 1)
+        return sum(self._slots[i].holder is not None for i in beside if 0 <= i < len(self._slots))
+
+    # -- finding the beginning of a prompt --
+
+    def _find(self, tokens: list[int], target: Slot | None) -> Source | None:
+        """The longest beginning of `tokens` to be had, for a sequence in `target` or yet in any free slot."""
+        checkpoints = self._checkpoints_of(tokens)
+        best: Source | None = None
+        for place in self._places():
+            in_place = place is target if target else isinstance(place, Slot) and place.holder is None
+            run = place.run if in_place else place.run.moved(self._cells.trim)
+            n_tokens = run.n_usable(_n_same(run, tokens), checkpoints)
+            least = best.n_tokens + 1 if best else 1 if in_place else WORTH_TOKENS
+            if n_tokens >= least:
+                checkpoint = checkpoints[n_tokens] if run.needs_checkpoint(n_tokens) else None
+                best = Source(place, n_tokens, checkpoint)
+        return best
+
+    def _places(self) -> list[Slot | Saved]:
+        return [*self._slots, *self._host.runs] if self._reuses else []
+
+    def _checkpoints_of(self, tokens: list[int]) -> dict[int, Saved]:
+        """Those taken after a beginning of `tokens`, by its length."""
+        return {
+            saved.run.n_cells: saved
+            for saved in self._host.checkpoints
+            if _n_same(saved.run, tokens) == saved.run.n_cells
+        }
+
+    # -- waiting --
+
+    def _start_or_wait(self, slot: Slot, sequence: Sequence) -> None:
+        source = self._find(sequence.tokens, slot)
+        slot.waits_for = self._better_to_come(sequence, source.n_tokens if source else 0)
+        if slot.waits_for is None:
+            self._start(slot, sequence, source)
+
+    def _better_to_come(self, sequence: Sequence, n_now: int) -> Wait | None:
+        """The longest beginning that another has yet to compute, if it is worth the wait.
+
+        Only those who claimed earlier are waited for, so that nobody waits in a circle.
+        """
+        if not self._reuses:
+            return None
+        best: Wait | None = None
+        for other, slot in takewhile(lambda held: held[0] is not sequence, self._held.items()):
+            n_tokens = count_common(other.tokens, sequence.tokens, _limit(sequence.tokens))
+            least = best.n_tokens + 1 if best else n_now + WORTH_TOKENS
+            if n_tokens >= least and n_tokens > slot.n_computed and not other.paused:
+                best = Wait(slot, other, n_tokens)
+        return best if best is None or self._cells.trim is Trim.ANYWHERE else _stopping(best)
+
+    # -- starting --
+
+    def _start(self, slot: Slot, sequence: Sequence, source: Source | None) -> None:
+        stops = self._checkpoints_to_take(sequence.tokens)
+        self._save_what_is_lost(slot, source)
+        run = self._brought(slot, source) if source else None
+        if run is None:
+            self._cells.cut(slot.seq_id, 0)
+            run = Run.begun(self._cells.trim)
+        slot.run = run.continued(sequence.tokens, run.n_cells)
+        slot.is_started = True
+        slot.stops.update(n for n in stops if n >= run.n_cells + WORTH_TOKENS)
+        sequence.n_cached = sequence.n_computed = run.n_cells
+
+    def _brought(self, slot: Slot, source: Source) -> Run | None:
+        """The source's run, in `slot` and cut for the prompt; None if llama.cpp does not take it."""
+        place = source.place
+        self._n_moves += place is not slot
+        try:
+            if isinstance(place, Saved):
+                self._cells.restore(slot.seq_id, place.state)
+            elif place is not slot:
+                self._cells.copy(place.seq_id, slot.seq_id)
+            if source.checkpoint is not None:
+                self._cells.restore(slot.seq_id, source.checkpoint.state)
+            self._cells.cut(slot.seq_id, source.n_tokens)
+        except BackendError:
+            self._forget(source)
+            return None
+        run = place.run if place is slot else place.run.moved(self._cells.trim)
+        if place is not slot and source.n_left_over < WORTH_TOKENS:
+            self._leave(place)
+        return run.continued(run.tokens, source.n_tokens)
+
+    def _leave(self, place: Slot | Saved) -> None:
+        """Everything of use there lies somewhere else now."""
+        if isinstance(place, Saved):
+            self._host.drop(place)
+        elif not place.is_started:
+            self._empty(place)
+
+    def _forget(self, source: Source) -> None:
+        for saved in (source.place, source.checkpoint):
+            if isinstance(saved, Saved):
+                self._host.drop(saved)
+
+    def _empty(self, slot: Slot) -> None:
+        self._cells.cut(slot.seq_id, 0)
+        slot.run = Run()
+
+    # -- keeping in host memory --
+
+    def _save_what_is_lost(self, slot: Slot, source: Source | None) -> None:
+        """Keep the run in `slot`, unless most of it stays in use there or lies elsewhere too."""
+        n_lost = slot.run.n_cells
+        if source is not None:
+            for saved in (source.place, source.checkpoint):
+                if isinstance(saved, Saved):
+                    self._host.touch(saved)
+            if source.place is slot:
+                n_lost = source.n_left_over
+        if n_lost >= WORTH_TOKENS and not self._lies_elsewhere(slot):
+            run = slot.run.moved(self._cells.trim)
+            self._save(slot, run, checkpoint=False)
+
+    def _lies_elsewhere(self, slot: Slot) -> bool:
+        run, trim = slot.run, self._cells.trim
+        others = (place.run.moved(trim) for place in self._places() if place is not slot)
+        return any(
+            other.n_usable(count_common(other.tokens, run.tokens, min(run.n_cells, other.n_cells)))
+            == run.n_cells
+            for other in others
+        )
+
+    def _checkpoints_to_take(self, tokens: list[int]) -> set[int]:
+        """Where prompts that begin like this one are likely to part from it.
+
+        After its first turn, which is often a system prompt that many share; after its last, because
+        templates write an old answer otherwise than a new one; and where one parted before.
+        """
+        if not self._host.is_on or self._cells.trim is Trim.ANYWHERE:
+            return set()
+        ends = [n for n in range(1, _limit(tokens) + 1) if self._is_end_of_turn(tokens[n - 1])]
+        n_shared = max((_n_same(place.run, tokens) for place in self._places()), default=0)
+        return {*ends[:1], *ends[-1:], n_shared}
+
+    def _take_checkpoint(self, slot: Slot) -> None:
+        slot.stops.discard(slot.run.n_cells)
+        run = slot.run.frozen()
+        if run.n_cells not in self._checkpoints_of(slot.run.tokens):
+            self._save(slot, run, checkpoint=True)
+
+    def _save(self, slot: Slot, run: Run, *, checkpoint: bool) -> None:
+        if self._host.make_room(self._cells.n_state_bytes(slot.seq_id, checkpoint=checkpoint)):
+            try:
+                state = self._cells.fetch(slot.seq_id, checkpoint=checkpoint)
+            except BackendError:  # not kept, then
+                return
+            self._n_moves += 1
+            self._host.add(Saved(run, state))
+
+
+def _limit(tokens: list[int]) -> int:
+    """How much of a prompt may come from earlier cells."""
+    return len(tokens) - N_COMPUTED_ANEW
+
+
+def _n_same(run: Run, tokens: list[int]) -> int:
+    """How many of its cells hold a beginning of the prompt `tokens`."""
+    return count_common(run.tokens, tokens, min(run.n_cells, _limit(tokens)))
+
+
+def _stopping(wait: Wait) -> Wait:
+    """Have a slice of the other end where this prompt parts from it; a stop just before does as well."""
+    stops = wait.slot.stops
+    first = max(wait.n_tokens - WORTH_TOKENS, wait.slot.n_computed) + 1
+    stop = max((n for n in stops if first <= n <= wait.n_tokens), default=wait.n_tokens)
+    stops.add(stop)
+    return Wait(wait.slot, wait.sequence, stop)
