@@ -6,7 +6,8 @@ waiting; answers are then shorter by as much, so that about as many requests are
 
 A worker offers its free slots to all ingresses; where two of them grant the same slot, one of the two
 requests is given back (RELEASE) and goes elsewhere. Figures: the least and the most that one worker served,
-where 1 is an equal share; RELEASEs in percent of grants; answers in percent of what the slots can give.
+where 1 is an equal share; RELEASEs in percent of grants; answers of the second half of the time in percent of
+what the slots can give in it.
 """
 
 import argparse
@@ -45,12 +46,16 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ingresses", type=int, default=2, help="(2)")
-    parser.add_argument("--workers", type=int, default=4, help="(4)")
-    parser.add_argument("--streams", type=int, default=400, help="at a time, on all ingresses together (400)")
+    parser.add_argument(
+        "--streams",
+        type=_numbers,
+        default=[200, 200],
+        help="at a time on each ingress, comma separated (200,200)",
+    )
+    parser.add_argument("--workers", type=int, default=4, help="attached to all ingresses (4)")
     parser.add_argument(
         "--slots",
-        type=lambda text: [int(n) for n in text.split(",")],
+        type=_numbers,
         default=[100, 25, 4],
         help="of each worker, comma separated (100,25,4)",
     )
@@ -66,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def _row(slots: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
     return (
         slots,
@@ -79,13 +88,16 @@ def _row(slots: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
 
 def _measure(args: argparse.Namespace, slots: int) -> dict[str, Any]:
     # The same load in about as many requests, however many slots share it.
-    service_s = args.service_ms / 1000 * slots * args.workers / args.streams
+    service_s = args.service_ms / 1000 * slots * args.workers / sum(args.streams)
     engines = [TimedConfig(slots=slots, service_s=service_s, n_tokens=4, seed=n) for n in range(args.workers)]
-    with fleet(engines, "--ring-streams", str(args.streams), n_ingresses=args.ingresses) as serving:
-        took_s = _ask(serving, args.streams // args.ingresses, args.seconds)
+    flags = ("--ring-streams", str(max(args.streams)))
+    with fleet(engines, *flags, n_ingresses=len(args.streams)) as serving:
+        ended_at = _ask(serving, args.streams, args.seconds)
         tallies = [worker.tally() for worker in serving.workers]
-    capacity = took_s / service_s * slots * args.workers
-    return figures(tallies) | {"capacity_percent": 100 * sum(map(_served, tallies)) / capacity}
+    # Where it is steady: not the first answers, which begin together, nor the last.
+    n_steady = sum(args.seconds / 2 <= at_s < args.seconds for at_s in ended_at)
+    capacity = args.seconds / 2 / service_s * slots * args.workers
+    return figures(tallies) | {"capacity_percent": 100 * n_steady / capacity}
 
 
 def _served(tally: Tally) -> int:
@@ -103,29 +115,27 @@ def figures(tallies: Sequence[Tally]) -> dict[str, Any]:
     }
 
 
-def _ask(serving: Fleet, n_streams: int, seconds: float) -> float:
-    """Keep `n_streams` on each ingress, from another process; return the seconds until the last has ended."""
-    ports = [ingress.port for ingress in serving.ingresses]
+def _ask(serving: Fleet, n_streams: Sequence[int], seconds: float) -> list[float]:
+    """Keep so many streams on each ingress, from another process; return when each answer ended."""
+    ports = [ingress.port for ingress, n in zip(serving.ingresses, n_streams, strict=True) for _ in range(n)]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_keep_asking, (ports, n_streams, seconds))
+        return pool.apply(_keep_asking, (ports, seconds))
 
 
-def _keep_asking(ports: Sequence[int], n_streams: int, seconds: float) -> float:
-    return asyncio.run(_clients(ports, n_streams, seconds))
+def _keep_asking(ports: Sequence[int], seconds: float) -> list[float]:
+    return asyncio.run(_clients(ports, seconds))
 
 
-async def _clients(ports: Sequence[int], n_streams: int, seconds: float) -> float:
+async def _clients(ports: Sequence[int], seconds: float) -> list[float]:
+    """A client for each port; return the seconds to the end of each answer of theirs."""
+    began_at = asyncio.get_running_loop().time()
+    ended = await asyncio.gather(*(_client(port, began_at + seconds) for port in ports))
+    return [at - began_at for ends in ended for at in ends]
+
+
+async def _client(port: int, until: float) -> list[float]:
     loop = asyncio.get_running_loop()
-    began_at = loop.time()
-    async with asyncio.TaskGroup() as group:
-        for port in ports:
-            for _ in range(n_streams):
-                group.create_task(_client(port, began_at + seconds))
-    return loop.time() - began_at
-
-
-async def _client(port: int, until: float) -> None:
-    loop = asyncio.get_running_loop()
+    ended_at = []
     while loop.time() < until:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(user="bench"))
@@ -133,3 +143,5 @@ async def _client(port: int, until: float) -> None:
         writer.close()
         if b"data: [DONE]" not in answer:
             raise RuntimeError(f"a request failed: {answer[:300]!r}")
+        ended_at.append(loop.time())
+    return ended_at

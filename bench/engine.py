@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.bare import BareProcess
@@ -19,6 +20,7 @@ from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.generation import Delta, GenerateRequest, Prepared
 from llm_engine.sampling import SamplingParams
+from llm_worker.background import yield_to_decode
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,8 +85,9 @@ def _bare_rate(bare: BareProcess, prompts: list[Prepared], n_tokens: int) -> flo
 
 
 def _engine_rate(engine: Engine, prompts: list[Prepared]) -> float:
-    """Tokens per second while every sequence runs."""
-    times = asyncio.run(_token_times(engine, prompts))
+    """Tokens per second while every sequence runs; its reader yields to the decode, as llm-serve's does."""
+    with ThreadPoolExecutor(1, initializer=yield_to_decode) as reader:
+        times = reader.submit(lambda: asyncio.run(_token_times(engine, prompts))).result()
     begin = max(each[0] for each in times)
     end = min(each[-1] for each in times)
     n_tokens = sum(1 for each in times for at in each if begin < at <= end)

@@ -18,7 +18,7 @@ nobody else were there, and no rule that lets running answers end can give it th
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from bench.timed import TimedConfig
 LIGHT, HEAVY = "light", "heavy"
 N_WORKERS = 2
 TENANTS = 2
+SHARE_ALONE, FAIR = "alone, half the fleet", "beside, fair"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Case:
 
 CASES = (
     Case("alone, whole fleet", is_alone=True),
-    Case("alone, half the fleet", is_alone=True, n_workers=N_WORKERS // 2),
-    Case("beside, fair"),
+    Case(SHARE_ALONE, is_alone=True, n_workers=N_WORKERS // 2),
+    Case(FAIR),
     Case("beside, one queue", is_one_name=True),
 )
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
         "refused",
     )
     print_table(header, [_row(name, runs) for name, runs in results.items()])
+    print(f"worst wait, {FAIR} / {SHARE_ALONE}: {spread(ratios(results), 2)}")
     write_json(args.json, "fairness", vars(args), results)
     return 0
 
@@ -129,6 +131,12 @@ def _arrivals(args: argparse.Namespace, case: Case, run: int) -> list[Arrival]:
         *(Arrival(at_s, LIGHT, name(LIGHT)) for at_s in light),
         *(Arrival(at_s, HEAVY, name(HEAVY)) for at_s in heavy),
     ]
+
+
+def ratios(results: Mapping[str, Sequence[Mapping[str, float]]]) -> list[float]:
+    """How often, in each run, the worst wait beside the other contains the worst with the share alone."""
+    pairs = zip(results[FAIR], results[SHARE_ALONE], strict=True)
+    return [fair["worst_ms"] / alone["worst_ms"] for fair, alone in pairs]
 
 
 def figures(asked: Sequence[Asked]) -> dict[str, Any]:

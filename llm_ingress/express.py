@@ -28,7 +28,7 @@ from llm_ingress.h2_flow import FlowControlledH2
 
 
 def install() -> None:
-    """Put the classes here where hypercorn looks for its own."""
+    """Put the classes here where hypercorn looks for its own; after `h2_flow.install`."""
     vars(hypercorn.protocol)["H11Protocol"] = ExpressH11
     vars(hypercorn.protocol)["H2Protocol"] = ExpressH2
 

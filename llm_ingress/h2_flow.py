@@ -7,7 +7,7 @@
 4. Closing a connection waited without end for its unread bytes: now for `CLOSE_TIMEOUT_S`.
 5. A connection its client had closed was held until the keep-alive time was over: now it is closed at once.
 
-Reaches into hypercorn, like `h1_head.py`. Called by: `serving.py`, once, before it serves.
+Reaches into hypercorn, like `h1_head.py` and `express.py`. Called by: `serving.py`, once, before it serves.
 """
 
 import asyncio

@@ -40,7 +40,7 @@ async def busy(server: LlmServe, n_lanes: int, max_tokens: int) -> AsyncIterator
     async with AsyncExitStack() as stack:
         body = chat(STORY, stream=True, max_tokens=max_tokens)
         streams = [await stack.enter_async_context(asking(server, body)) for _ in range(n_lanes)]
-        await server.until(lambda health: health["open"] == n_lanes and health["lanes"]["streaming"])
+        await server.until(lambda health: health["open"] == n_lanes and health["decoding"])
         yield streams
 
 
