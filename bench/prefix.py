@@ -169,6 +169,6 @@ async def _say(engine: Engine, chat: list[Message], question: str, name: str) ->
 
 def _text(engine: Engine, n_tokens: int) -> str:
     """Sentences that come to about so many tokens."""
-    sentences = distinct(n_tokens // 20)
+    sentences = distinct(n_tokens // 30)
     n_all = len(engine.prepare(GenerateRequest.user(" ".join(sentences))).prompt)
     return " ".join(sentences[: max(1, len(sentences) * n_tokens // n_all)])

@@ -70,6 +70,11 @@ class Run:
             return n_same
         return max((n for n in checkpoints if n <= n_same), default=0)
 
+    def is_loss(self, n_kept: int) -> bool:
+        """Whether something of use is lost if only the first `n_kept` cells stay."""
+        n_lost = self.n_cells - n_kept
+        return self.n_cells >= WORTH_TOKENS and (n_lost >= WORTH_TOKENS or 10 * n_lost > self.n_cells)
+
     def needs_checkpoint(self, n_tokens: int) -> bool:
         """Whether cutting it to so many takes the state kept at that length."""
         return n_tokens < min(self.n_cells, self.trims_from)

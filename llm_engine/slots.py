@@ -80,11 +80,6 @@ class Source:
     n_tokens: int
     checkpoint: Saved | None
 
-    @property
-    def n_left_over(self) -> int:
-        """Cells of the run that the prompt has no use for."""
-        return self.place.run.n_cells - self.n_tokens
-
 
 class Slots:
     """The slots of one context. Unless it `reuses`, every sequence starts from nothing."""
@@ -167,9 +162,9 @@ class Slots:
         most = max(map(self._n_neighbours, free))
         fit = [slot for slot in free if self._n_neighbours(slot) == most]
         for slot in fit:
-            if source is not None and slot is source.place and source.n_left_over < WORTH_TOKENS:
+            if source is not None and slot is source.place and not slot.run.is_loss(source.n_tokens):
                 return slot
-        return min(fit, key=lambda slot: (slot.run.n_cells >= WORTH_TOKENS, slot.last_used, slot.seq_id))
+        return min(fit, key=lambda slot: (slot.run.is_loss(0), slot.last_used, slot.seq_id))
 
     def _n_neighbours(self, slot: Slot) -> int:
         beside = (slot.seq_id - 1, slot.seq_id + 1)
@@ -255,7 +250,7 @@ class Slots:
             self._forget(source)
             return None
         run = place.run if place is slot else place.run.moved(self._cells.trim)
-        if place is not slot and source.n_left_over < WORTH_TOKENS:
+        if place is not slot and not place.run.is_loss(source.n_tokens):
             self._leave(place)
         return run.continued(run.tokens, source.n_tokens)
 
@@ -279,16 +274,14 @@ class Slots:
 
     def _save_what_is_lost(self, slot: Slot, source: Source | None) -> None:
         """Keep the run in `slot`, unless most of it stays in use there or lies elsewhere too."""
-        n_lost = slot.run.n_cells
+        n_kept = 0
         if source is not None:
             for saved in (source.place, source.checkpoint):
                 if isinstance(saved, Saved):
                     self._host.touch(saved)
-            if source.place is slot:
-                n_lost = source.n_left_over
-        if n_lost >= WORTH_TOKENS and not self._lies_elsewhere(slot):
-            run = slot.run.moved(self._cells.trim)
-            self._save(slot, run, checkpoint=False)
+            n_kept = source.n_tokens if source.place is slot else 0
+        if slot.run.is_loss(n_kept) and not self._lies_elsewhere(slot):
+            self._save(slot, slot.run.moved(self._cells.trim), checkpoint=False)
 
     def _lies_elsewhere(self, slot: Slot) -> bool:
         run, trim = slot.run, self._cells.trim

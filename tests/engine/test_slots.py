@@ -209,6 +209,16 @@ def test_a_long_run_is_not_cut_for_a_prompt_that_shares_a_part_of_it() -> None:
     assert world.answer("longer", [*said(world, "long"), *words(4, 5)]).n_cached == 202
 
 
+@pytest.mark.parametrize("n_slots", [1, 2])
+def test_a_short_answer_outlives_another_that_shares_its_prompt(n_slots: int) -> None:
+    world = World(n_slots=n_slots)
+    system = words(1, 60)
+    world.answer("a", [*system, *words(2, 10)])
+    world.answer("b", [*system, *words(3, 10)])
+    assert world.cached("b") == 60
+    assert world.answer("a again", [*said(world, "a"), *words(4, 5)]).n_cached == 72
+
+
 def test_with_no_slot_to_spare_the_rest_of_a_long_run_goes_to_host_memory() -> None:
     world = World(n_slots=1)
     system = words(1, 100)

@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_the_queue_is_never_served(narrow: LlmServe) 
     """A has the one slot; B, C and D wait; C leaves, then B. D follows A, and A notices nothing."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(client_of(narrow))
-        ask_a = partial(client.streamed, STORY, max_tokens=96)
+        ask_a = partial(client.streamed, STORY, max_tokens=300)
         undisturbed = await ask_a()
         before = await narrow.quiet()
         a = asyncio.create_task(ask_a())
