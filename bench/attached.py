@@ -21,6 +21,7 @@ from llm_ingress.pki import Period, parse_names
 from llm_ingress.pki_folder import init, issue_worker
 from llm_ingress.tls import LiveContext, worker_context
 from llm_ingress.wire import End, FinishReason, Grant, Head, Hello, LaneRef, ModelCard
+from llm_worker.progress import pack_tokens
 from llm_worker.remote import RemoteRing
 from llm_worker.ring import Ring
 
@@ -28,7 +29,7 @@ CARD = ModelCard(name=MODEL, file="none", n_params=0, n_ctx=0, fingerprint="f", 
 HEAD = Head(status=200, headers=(("content-type", "text/event-stream"), ("cache-control", "no-cache")))
 END = End(finish_reason=FinishReason.STOP)
 MAX_STREAMS = 1024
-_PROGRESS = b"\x01\x02\x03\x04"  # a token's
+PROGRESS = pack_tokens((1,))
 _PATIENCE_S = 3600  # between loads the worker is silent
 
 
@@ -111,7 +112,7 @@ class AttachedWorker:
 
     def step(self, event: bytes) -> None:
         for ref in self._refs:
-            self.ring.body(ref, event, _PROGRESS)
+            self.ring.body(ref, event, PROGRESS)
 
     def end(self) -> None:
         for ref in self._refs:

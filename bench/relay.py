@@ -1,8 +1,8 @@
 """`python -m bench relay`: what one relayed chunk costs the serving process, without any engine.
 
 A process of its own serves the real public surface over the real gateway on hypercorn; in it a fake worker
-writes, at every step, one event of `--size` bytes to every stream. A second, light process reads. So the
-figure holds hypercorn, sockets, gateway and the fake worker's own calls.
+writes, at every step, one event of `--size` bytes with its progress to every stream. A second, light process
+reads. So the figure holds hypercorn, sockets, gateway and the fake worker's own calls.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from bench import streams
-from bench.attached import CARD, END, HEAD, MAX_STREAMS
+from bench.attached import CARD, END, HEAD, MAX_STREAMS, PROGRESS
 from bench.report import print_table, write_json
 from bench.sources import Load, obey
 from bench.streams import Subject
@@ -61,7 +61,7 @@ class FakeWorker:
 
     def step(self, event: bytes) -> None:
         for ref in self._refs:
-            self._workers.body(self._id, ref, event, b"")
+            self._workers.body(self._id, ref, event, PROGRESS)
 
     def end(self) -> None:
         for ref in self._refs:
