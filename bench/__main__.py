@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("engine", "http", "prefix", "relay", "ring", "claims", "fairness", "parked", "balance")
+NAMES = ("engine", "http", "remote", "prefix", "relay", "ring", "claims", "fairness", "parked", "balance")
 
 
 def main() -> int:

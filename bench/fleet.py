@@ -95,21 +95,32 @@ def fleet(
         init(folder / "pki", parse_names(SERVER_NAME), period)
         if is_tls:
             flags = (*flags, *public_tls_flags(folder))
-        ingresses = [stack.enter_context(_ingress(folder, flags)) for _ in range(n_ingresses)]
-        ports = [ingress.control_port for ingress in ingresses]
+        fronts = [stack.enter_context(ingress(folder, flags)) for _ in range(n_ingresses)]
+        ports = [front.control_port for front in fronts]
         processes = []
         for n, engine in enumerate(workers):
             issue_worker(folder / "pki", f"w{n}", folder / f"w{n}", period)
             processes.append(stack.enter_context(_worker(folder / f"w{n}", ports, engine)))
         for process in processes:
             process.until_attached()
-        yield Fleet(folder, ingresses, processes)
+        yield Fleet(folder, fronts, processes)
 
 
 @contextmanager
-def _ingress(folder: Path, flags: Sequence[str]) -> Iterator[Ingress]:
+def ingress(folder: Path, flags: Sequence[str], *, niceness: int = 0) -> Iterator[Ingress]:
     """An `llm-ingress` on free ports. Its log is of no interest here, and would cost it time."""
-    command = [sys.executable, "-m", "llm_ingress.cli", "--port", "0", "--control-bind", "127.0.0.1:0"]
+    command = [
+        "nice",
+        "-n",
+        str(niceness),
+        sys.executable,
+        "-m",
+        "llm_ingress.cli",
+        "--port",
+        "0",
+        "--control-bind",
+        "127.0.0.1:0",
+    ]
     command += ["--pki", str(folder / "pki"), "--drain-timeout", "1", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
