@@ -1,4 +1,4 @@
-"""What serves a real model over HTTP, llm-serve or llm-ingress with one llm-worker, and a round of clients."""
+"""What serves a real model over HTTP: llm-serve, or llm-ingress with one llm-worker; a round of clients."""
 
 import re
 import statistics

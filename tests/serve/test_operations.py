@@ -40,7 +40,7 @@ async def busy(server: LlmServe, n_lanes: int, max_tokens: int) -> AsyncIterator
     async with AsyncExitStack() as stack:
         body = chat(STORY, stream=True, max_tokens=max_tokens)
         streams = [await stack.enter_async_context(asking(server, body)) for _ in range(n_lanes)]
-        await server.until(lambda health: health["open"] == n_lanes and health["decoding"])
+        await server.until(lambda health: health["open"] == n_lanes and health["lanes"]["streaming"])
         yield streams
 
 
@@ -71,6 +71,7 @@ async def test_past_the_drains_limit_running_streams_get_an_error_event_and_wait
 ) -> None:
     with running("--max-inflight", "1", "--drain-timeout", "1", log=log) as server:
         async with busy(server, 2, max_tokens=2000) as (ran, waited):
+            await server.until(lambda health: health["decoding"])  # something was sent
             server.signal(signal.SIGTERM)
             status, headers = await waited.head()
             assert (status, int(headers["retry-after"]) > 0) == (503, True)
