@@ -5,7 +5,6 @@ The ingress is the real command without any engine behind it. The worker takes e
 
 import asyncio
 import multiprocessing
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from bench.fleet import port_in_line
 from bench.sources import MODEL, Load
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.pki import Period, parse_names
@@ -51,7 +51,7 @@ def attached(folder: Path, work: Callable[[Connection, Path, int], None], *, tls
     if tls:
         command += ["--tls-cert", str(folder / "pki/cert.pem"), "--tls-key", str(folder / "pki/key.pem")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as ingress:
-        control_port, port = _port_in_line(ingress), _port_in_line(ingress)
+        control_port, port = port_in_line(ingress), port_in_line(ingress)
         context = multiprocessing.get_context("spawn")
         worker, worker_end = context.Pipe()
         process = context.Process(target=work, args=(worker_end, folder / "worker", control_port))
@@ -70,14 +70,6 @@ def issue(folder: Path) -> None:
     period = Period(datetime.now(UTC), 60)
     init(folder / "pki", parse_names("localhost"), period)
     issue_worker(folder / "pki", "bench", folder / "worker", period)
-
-
-def _port_in_line(process: "subprocess.Popen[str]") -> int:
-    assert process.stdout is not None
-    found = re.search(r":(\d+)$", process.stdout.readline().strip())
-    if found is None:
-        raise RuntimeError("llm-ingress did not start")
-    return int(found.group(1))
 
 
 class AttachedWorker:

@@ -124,18 +124,20 @@ def ingress(folder: Path, flags: Sequence[str], *, niceness: int = 0) -> Iterato
     command += ["--pki", str(folder / "pki"), "--drain-timeout", "1", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
-            assert process.stdout is not None
-            control, public = (_port(process.stdout.readline()) for _ in range(2))
+            control, public = (port_in_line(process) for _ in range(2))
             yield Ingress(process.pid, public, control)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(STOP_S)
 
 
-def _port(line: str) -> int:
+def port_in_line(process: "subprocess.Popen[str]") -> int:
+    """The port at the end of the next line that a server prints. Raises: RuntimeError if it says none."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
     found = re.search(r":(\d+)$", line.strip())
     if found is None:
-        raise RuntimeError(f"llm-ingress did not start: {line!r}")
+        raise RuntimeError(f"a server did not start: {line!r}")
     return int(found.group(1))
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.report import print_table, spread, write_json
-from bench.served import llm_serve, remote_worker, serve_once
+from bench.served import llm_serve, parser, remote_worker, serve_once
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = parser("remote", __doc__).parse_args(argv)
     results = [_compare(args, n) for n in args.clients]
     rows = [
         (
@@ -28,21 +28,6 @@ def main(argv: Sequence[str]) -> int:
     print_table(("clients", "llm-serve tok/s", "remote tok/s", "remote / serve", "remote TTFT p50 ms"), rows)
     write_json(args.json, "remote", vars(args), results)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench remote", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="as for llm-worker (smollm2)")
-    parser.add_argument(
-        "--clients",
-        type=lambda text: [int(n) for n in text.split(",")],
-        default=[8, 32],
-        help="numbers of clients, comma separated (8,32)",
-    )
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of each answer (96)")
-    parser.add_argument("--rounds", type=int, default=5, help="alternating runs of each (5)")
-    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
-    return parser
 
 
 def _compare(args: argparse.Namespace, n: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What serves a real model over HTTP: llm-serve, or llm-ingress with one llm-worker; a round of clients."""
 
-import re
+import argparse
 import statistics
 import subprocess
 import sys
@@ -14,13 +14,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.clients import ask_all
-from bench.fleet import DAYS, SERVER_NAME, ingress
+from bench.fleet import DAYS, SERVER_NAME, ingress, port_in_line
 from bench.prompts import distinct
 from llm_ingress.pki import Period, parse_names
 from llm_ingress.pki_folder import init, issue_worker
 
 CTX_SIZE = 512
 LOAD_S = 60.0
+
+
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The flags of the benchmarks that serve a real model."""
+    flags = argparse.ArgumentParser(prog=f"python -m bench {name}", description=description)
+    flags.add_argument("--model", default="smollm2", help="as for llm-serve (smollm2)")
+    flags.add_argument(
+        "--clients",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[8, 32],
+        help="numbers of clients, comma separated (8,32)",
+    )
+    flags.add_argument("--tokens", type=int, default=96, help="tokens of each answer (96)")
+    flags.add_argument("--rounds", type=int, default=5, help="alternating runs of each (5)")
+    flags.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    return flags
 
 
 def serve_once(port: int, model: str, n: int, n_tokens: int) -> dict[str, float]:
@@ -52,11 +68,7 @@ def llm_serve(model: str, n: int) -> Iterator[int]:
     command = [sys.executable, "-m", "llm_serve.cli", "--port", "0", *_engine_flags(model, n)]
     command += ["--ring-streams", str(2 * n)]
     with _running(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        found = re.search(r":(\d+)$", process.stdout.readline().strip())
-        if found is None:
-            raise RuntimeError("llm-serve did not start")
-        yield int(found.group(1))
+        yield port_in_line(process)
 
 
 @contextmanager
