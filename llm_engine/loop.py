@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from llm_engine.backend import Backend
-from llm_engine.budget import Budget
+from llm_engine.budget import Budget, Load
 from llm_engine.errors import BackendError, EngineClosed, EngineError
 from llm_engine.llama import Logits
 from llm_engine.sampling import argmax_rows
@@ -108,7 +108,7 @@ class Loop:
     def step(self) -> tuple[list[Addressed], bool]:
         """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
         events = self._drain_commands()
-        events += self._scheduler.admit(self._clock(), self._n_admissible())
+        events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
         plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
         if not plan.slices:
             return events, False
@@ -147,22 +147,22 @@ class Loop:
                 self._closing = True
         return []
 
-    def _n_admissible(self) -> int:
-        n_prompts = self._scheduler.load().n_prompts
-        return self._budget.n_admissible(self._scheduler.n_running, n_prompts)
+    def _n_admissible(self, load: Load) -> int:
+        return self._budget.n_admissible(self._scheduler.n_running, load.n_prompts)
 
     def _idle_stats(self) -> StepStats:
         return StepStats(
-            n_admissible=self._n_admissible(), kv_promised_tokens=self._scheduler.kv_promised_tokens
+            n_admissible=self._n_admissible(self._scheduler.load()),
+            kv_promised_tokens=self._scheduler.kv_promised_tokens,
         )
 
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
-        old = self.stats
+        old, load = self.stats, self._scheduler.load()
         since = old.ended_at if old.ended_at is not None else started
         rate = n_sampled / max(ended - since, 1e-6)
         stats = StepStats(
-            n_decoding=self._scheduler.load().n_decoding,
-            n_admissible=self._n_admissible(),
+            n_decoding=load.n_decoding,
+            n_admissible=self._n_admissible(load),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,
