@@ -3,7 +3,9 @@
 import importlib
 import sys
 
-NAMES = ("engine", "http", "remote", "prefix", "relay", "ring", "claims", "fairness", "parked", "balance")
+ENGINE = ("engine", "sampling", "http", "remote", "prefix")
+RING = ("relay", "ring", "claims", "fairness", "parked", "balance")
+NAMES = (*ENGINE, *RING)
 
 
 def main() -> int:

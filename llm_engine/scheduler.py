@@ -52,19 +52,16 @@ class Plan:
     numbers follow each other in the batch, and splits the batch wherever they do not.
     """
 
-    slices: tuple[Slice, ...]
+    slices: list[Slice]
+    sampled: list[Slice]  # those that yield a token, in the order of their rows of logits
     n_decoding: int
     n_prompt_tokens: int
 
     @classmethod
     def of(cls, decoding: list[Slice], prompts: list[Slice]) -> Self:
         slices = sorted((*decoding, *prompts), key=lambda part: part.sequence.slot)
-        return cls(tuple(slices), len(decoding), sum(part.n_tokens for part in prompts))
-
-    @property
-    def sampled(self) -> tuple[Slice, ...]:
-        """The slices that yield a token, in the order of their rows of logits."""
-        return tuple(s for s in self.slices if s.samples)
+        sampled = [part for part in slices if part.samples]
+        return cls(slices, sampled, len(decoding), sum(part.n_tokens for part in prompts))
 
 
 class Scheduler:
@@ -94,7 +91,7 @@ class Scheduler:
             self._running[sequence.key] = sequence
             if sequence.n_generated:
                 events += self._resume(sequence, now)
-        self._slots.start_ready(gently=self.load().n_decoding > 0)
+        self._slots.start_ready(gently=any(s.is_decoding and not s.paused for s in self._running.values()))
         return events
 
     def cancel(self, key: Hashable, now: float) -> list[Addressed]:
@@ -129,6 +126,10 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         n_decoding = sum(s.is_decoding for s in active)
         return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
 
     @property
     def n_running(self) -> int:
