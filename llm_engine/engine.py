@@ -34,7 +34,7 @@ from llm_engine.header import check_header
 from llm_engine.hostcache import HostCache
 from llm_engine.info import Capacity, EngineInfo
 from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
-from llm_engine.model import Model
+from llm_engine.model import Model, model_params
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
@@ -76,7 +76,7 @@ class Engine:
         for part in file.parts:
             check_header(part)
         try_load(file.path)
-        model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
+        model = Model.load(file.path, model_params(config))
         n_ctx = min(config.ctx_size, model.n_ctx_train)
         info = _describe(model, file, config, n_ctx)
         backend = LlamaBackend.create(model, context_params(config, n_ctx), info.fingerprint)
