@@ -179,6 +179,7 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("llm_engine").setLevel(logging.INFO)
     # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

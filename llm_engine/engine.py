@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Self
 
 from llm_engine import gguf
@@ -19,6 +20,7 @@ from llm_engine.backend import Backend, LlamaBackend, context_params
 from llm_engine.budget import Budget
 from llm_engine.config import EngineConfig
 from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, RequestError, TemplateRefused
+from llm_engine.footprint import Footprint
 from llm_engine.generation import (
     Control,
     Delta,
@@ -33,7 +35,9 @@ from llm_engine.gguf import ModelFile
 from llm_engine.header import check_header
 from llm_engine.hostcache import HostCache
 from llm_engine.info import Capacity, EngineInfo
+from llm_engine.layout import measure
 from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
+from llm_engine.memory import available_bytes
 from llm_engine.model import Model, model_params
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
@@ -70,16 +74,17 @@ class Engine:
     def spawn(cls, config: EngineConfig) -> Self:
         """Load the model; returns when it is resident.
 
-        Raises: ModelError naming the file and the reason.
+        Raises: ModelError naming the file and the reason, DoesNotFit before anything large is allocated.
         """
         file = gguf.resolve(config.model, url=config.model_url, download=config.download)
         for part in file.parts:
             check_header(part)
         try_load(file.path)
+        footprint = measure(file.path, config)
+        config = fitted(config, footprint, available_bytes())
         model = Model.load(file.path, model_params(config))
-        n_ctx = min(config.ctx_size, model.n_ctx_train)
-        info = _describe(model, file, config, n_ctx)
-        backend = LlamaBackend.create(model, context_params(config, n_ctx), info.fingerprint)
+        info = _describe(model, file, config, footprint.n_ctx)
+        backend = LlamaBackend.create(model, context_params(config, info.n_ctx), info.fingerprint)
         return cls(model, backend, config, info)
 
     def prepare(self, request: GenerateRequest) -> Prepared:
@@ -275,6 +280,17 @@ def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:
         ),
         text=TextAssembler(request.stop),
     )
+
+
+def fitted(config: EngineConfig, footprint: Footprint, free_bytes: int) -> EngineConfig:
+    """Say what the engine will take; the options with a prefix cache of half of what it leaves, at most.
+
+    Raises: DoesNotFit.
+    """
+    room_mib = footprint.room_left(free_bytes) >> 20
+    cache_mib = min(config.cache_ram_mib, room_mib // 2) if config.cache_prompt else 0
+    logger.info("%s", footprint.summary(cache_bytes=cache_mib << 20, free_bytes=free_bytes))
+    return replace(config, cache_ram_mib=cache_mib)
 
 
 def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -> EngineInfo:
