@@ -100,8 +100,8 @@ class Engine:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
             prompt = model.tokenize(segments)
         room = self.info.n_ctx - len(prompt)
-        if room < 1:
-            raise PromptTooLong(len(prompt), self.info.n_ctx)
+        if room < max(1, len(request.resumed)):
+            raise PromptTooLong(len(prompt) + len(request.resumed), self.info.n_ctx)
         wanted = request.max_tokens or self._config.max_tokens
         return Prepared(request=request, prompt=tuple(prompt), max_tokens=min(wanted, room))
 

@@ -195,3 +195,15 @@ def test_no_more_run_than_are_admissible_and_the_rest_wait_for_their_turn() -> N
     turn(made, ord("x"))
     made.admit(now=3.0, n_admissible=2)
     assert [part.sequence.key for part in made.plan(100).slices] == ["c"]
+
+
+def test_kv_is_promised_for_prompt_and_answer_of_whoever_holds_a_slot() -> None:
+    made = scheduler(
+        sequence("a", n_prompt=10, max_tokens=5),
+        sequence("b", n_prompt=3, resumed=b"xy", max_tokens=40),
+        sequence("waiting", n_prompt=100, max_tokens=100),
+        n_slots=2,
+    )
+    assert made.kv_promised_tokens == (10 + 5) + (3 + 40)
+    made.cancel("b", now=3.0)
+    assert made.kv_promised_tokens == 10 + 5
