@@ -234,3 +234,15 @@ def test_a_step_of_nothing_but_decoding_is_planned_once() -> None:
     assert made.steady is first
     made.enqueue(sequence("c"))
     assert made.steady is None
+
+
+def test_kv_is_promised_for_prompt_and_answer_of_whoever_holds_a_slot() -> None:
+    made = scheduler(
+        sequence("a", n_prompt=10, max_tokens=5),
+        sequence("b", n_prompt=3, resumed=b"xy", max_tokens=40),
+        sequence("waiting", n_prompt=100, max_tokens=100),
+        n_slots=2,
+    )
+    assert made.kv_promised_tokens == (10 + 5) + (3 + 40)
+    made.cancel("b", now=3.0)
+    assert made.kv_promised_tokens == 10 + 5
