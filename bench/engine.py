@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.bare import BareProcess
+from bench.flags import numbers
 from bench.prompts import distinct
 from bench.report import print_table, spread, write_json
 from llm_engine.config import EngineConfig
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench engine", description=__doc__.splitlines()[0] if __doc__ else None
     )
     parser.add_argument("--model", default="smollm2", help="as for llm-engine (default: %(default)s)")
-    parser.add_argument("--batch", type=_numbers, default=[1, 8, 32], help="sequences, e.g. 1,8,32")
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32], help="sequences, e.g. 1,8,32")
     parser.add_argument(
         "--tokens", type=int, default=160, help="tokens for each sequence (default: %(default)s)"
     )
@@ -50,10 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="write the raw figures here")
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _compare(args: argparse.Namespace, n: int) -> dict[str, Any]:
