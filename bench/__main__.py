@@ -5,13 +5,15 @@ import sys
 
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
 OWN = ("engine", "remote", "prefix", "relay", "ring", "claims", "fairness", "parked", "balance")
+TOOLS = ("random-model",)
+NAMES = SERVERS + OWN + TOOLS
 
 
 def main() -> int:
     """Hand over to the benchmark named first."""
     name, *argv = sys.argv[1:] or [""]
-    if name not in SERVERS + OWN:
-        print(f"usage: python -m bench {{{','.join(SERVERS + OWN)}}} ...", file=sys.stderr)
+    if name not in NAMES:
+        print(f"usage: python -m bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
         return 2
     return int(importlib.import_module(f"bench.{name.replace('-', '_')}").main(argv))
 
