@@ -4,9 +4,9 @@ import importlib
 import sys
 
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
-OWN = ("engine", "remote", "prefix", "relay", "ring", "claims", "fairness", "parked", "balance")
-TOOLS = ("random-model",)
-NAMES = SERVERS + OWN + TOOLS
+ENGINE = ("engine", "sampling", "remote", "prefix")
+RING = ("relay", "ring", "claims", "fairness", "parked", "balance")
+NAMES = (*SERVERS, *ENGINE, *RING, "random-model")
 
 
 def main() -> int:

@@ -23,11 +23,13 @@ class BareRun:
     n_tokens: int
     prefill_s: float
     decode_s: float
-    n_decoded: int  # tokens that came from the decode phase
+    n_together: int  # tokens decoded while every sequence was running
+    together_s: float
 
     @property
     def decode_rate(self) -> float:
-        return self.n_decoded / self.decode_s
+        """Tokens per second while every sequence was running."""
+        return self.n_together / self.together_s
 
     @property
     def total_rate(self) -> float:
@@ -62,37 +64,45 @@ class BareLoop:
     def run(self, prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
         """Generate up to `n_out` tokens for each prompt, all together; one that ends leaves the batch."""
         started = time.perf_counter()
-        last = {seq_id: self._prefill(seq_id, prompt) for seq_id, prompt in enumerate(prompts)}
+        last = {seq_id: int(self.prefill(seq_id, prompt).argmax()) for seq_id, prompt in enumerate(prompts)}
         prefilled = time.perf_counter()
-        n_tokens = len(last)
+        n_tokens, n_together, together = len(last), 0, prefilled
         positions = [len(prompt) for prompt in prompts]
         for _ in range(n_out - 1):
             last = {s: t for s, t in last.items() if not self._model.is_end_of_generation(t)}
             if not last:
                 break
-            last = self._step(last, positions)
+            last = dict(zip(last, self.step(last, positions).argmax(axis=1).tolist(), strict=True))
             n_tokens += len(last)
+            if len(last) == len(prompts):
+                n_together, together = n_together + len(last), time.perf_counter()
         ended = time.perf_counter()
         for seq_id in range(len(prompts)):
             llama.cut_cells(self._context, seq_id, 0)
-        return BareRun(n_tokens, prefilled - started, ended - prefilled, n_tokens - len(prompts))
+        return BareRun(
+            n_tokens, prefilled - started, ended - prefilled, n_together, max(together - prefilled, 1e-9)
+        )
 
-    def _prefill(self, seq_id: int, prompt: Sequence[int]) -> int:
+    def prefill(self, seq_id: int, prompt: Sequence[int]) -> llama.Logits:
+        """Compute a prompt. Shapes: (1, vocabulary), valid until the next call."""
         for start in range(0, len(prompt), self._params.n_batch):
             part = prompt[start : start + self._params.n_batch]
             self._batch.clear()
             self._batch.append(seq_id, start, part, wants_logits=start + len(part) == len(prompt))
             self._decode()
-        return int(self._logits.of(1).argmax())
+        return self._logits.of(1)
 
-    def _step(self, last: dict[int, int], positions: list[int]) -> dict[int, int]:
+    def step(self, last: dict[int, int], positions: list[int]) -> llama.Logits:
+        """Compute each sequence's last token, and move its position on.
+
+        Shapes: (sequences, vocabulary), valid until the next call.
+        """
         self._batch.clear()
         for seq_id, token in last.items():
             self._batch.append_one(seq_id, positions[seq_id], token)
             positions[seq_id] += 1
         self._decode()
-        rows = self._logits.of(len(last))
-        return dict(zip(last, rows.argmax(axis=1).tolist(), strict=True))
+        return self._logits.of(len(last))
 
     def _decode(self) -> None:
         code = llama.decode(self._context, self._batch)

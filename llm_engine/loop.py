@@ -108,8 +108,10 @@ class Loop:
     def step(self) -> tuple[list[Addressed], bool]:
         """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
         events = self._drain_commands()
-        events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
-        plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
+        plan = self._scheduler.steady
+        if plan is None:
+            events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
+            plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
         if not plan.slices:
             return events, False
         events += self._compute(plan)

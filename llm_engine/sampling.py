@@ -159,9 +159,10 @@ def argmax_rows(logits: Logits) -> TokenIds:
     Shapes: (n_rows, n_vocab) -> (n_rows,).
     """
     tokens: TokenIds = logits.argmax(axis=1)
-    best = logits[np.arange(len(tokens)), tokens]
-    for row in np.flatnonzero(np.isnan(best)):
-        tokens[row] = np.where(np.isnan(logits[row]), -np.inf, logits[row]).argmax()
+    for row, token in enumerate(tokens.tolist()):
+        best = logits[row, token]
+        if best != best:  # the maximum is NaN where there is one
+            tokens[row] = np.where(np.isnan(logits[row]), -np.inf, logits[row]).argmax()
     return tokens
 
 

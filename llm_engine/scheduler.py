@@ -52,19 +52,16 @@ class Plan:
     numbers follow each other in the batch, and splits the batch wherever they do not.
     """
 
-    slices: tuple[Slice, ...]
+    slices: list[Slice]
+    sampled: list[Slice]  # those that yield a token, in the order of their rows of logits
     n_decoding: int
     n_prompt_tokens: int
 
     @classmethod
     def of(cls, decoding: list[Slice], prompts: list[Slice]) -> Self:
         slices = sorted((*decoding, *prompts), key=lambda part: part.sequence.slot)
-        return cls(tuple(slices), len(decoding), sum(part.n_tokens for part in prompts))
-
-    @property
-    def sampled(self) -> tuple[Slice, ...]:
-        """The slices that yield a token, in the order of their rows of logits."""
-        return tuple(s for s in self.slices if s.samples)
+        sampled = [part for part in slices if part.samples]
+        return cls(slices, sampled, len(decoding), sum(part.n_tokens for part in prompts))
 
 
 class Scheduler:
@@ -75,6 +72,8 @@ class Scheduler:
         self._vocabulary = vocabulary
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Hashable, Sequence] = {}  # in order of admission
+        self._last: Plan | None = None  # the last plan, while it still holds
+        self.kv_promised_tokens = 0  # cells that the running sequences hold or may still fill
 
     # -- entering and leaving --
 
@@ -92,6 +91,8 @@ class Scheduler:
             self._slots.claim(sequence)
             sequence.admitted_at = now
             self._running[sequence.key] = sequence
+            self.kv_promised_tokens += sequence.kv_promised_tokens
+            self._last = None
             if sequence.n_generated:
                 events += self._resume(sequence, now)
         self._slots.start_ready(gently=self.load().n_decoding > 0)
@@ -111,6 +112,7 @@ class Scheduler:
         sequence = self._find(key)
         if sequence is not None:
             sequence.paused = paused
+            self._last = None
 
     def fail(self, sequences: Iterable[Sequence], error: EngineError) -> list[Addressed]:
         """End sequences with an error; nobody knows what their cells hold."""
@@ -126,6 +128,8 @@ class Scheduler:
 
     def load(self) -> Load:
         """What the next step has to do; paused sequences are no part of it."""
+        if self._last is not None:
+            return Load(n_decoding=self._last.n_decoding, n_prompts=0)
         active = [s for s in self._running.values() if not s.paused]
         n_decoding = sum(s.is_decoding for s in active)
         return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
@@ -135,19 +139,25 @@ class Scheduler:
         """Sequences that hold a slot, paused ones too."""
         return len(self._running)
 
-    @property
-    def kv_promised_tokens(self) -> int:
-        """Cells that the running sequences hold or may still fill."""
-        return sum(s.n_prompt + s.max_tokens for s in self._running.values())
-
     # -- the step --
+
+    @property
+    def steady(self) -> Plan | None:
+        """The last plan, if it is the next one as well: all decode, and nobody has joined, left or paused.
+
+        Most steps are like that, and between two steps nothing is in the processor's caches.
+        """
+        may_join = self._waiting and self._slots.has_free
+        return None if may_join else self._last
 
     def plan(self, n_prompt_tokens: int) -> Plan:
         """Every running sequence gets its token; `n_prompt_tokens` more are shared among prompts."""
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
         prompts = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
-        return Plan.of(decoding, _share(prompts, n_prompt_tokens))
+        plan = Plan.of(decoding, _share(prompts, n_prompt_tokens))
+        self._last = plan if len(decoding) == len(active) else None
+        return plan
 
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
@@ -195,6 +205,8 @@ class Scheduler:
             self._waiting.remove(sequence)
             return
         del self._running[sequence.key]
+        self.kv_promised_tokens -= sequence.kv_promised_tokens
+        self._last = None
         self._slots.release(sequence, keep=keep_cells)
 
 

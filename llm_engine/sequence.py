@@ -47,6 +47,11 @@ class Sequence:
         return len(self.tokens) - self.n_prompt
 
     @property
+    def kv_promised_tokens(self) -> int:
+        """Cells that it holds or may still fill."""
+        return self.n_prompt + self.max_tokens
+
+    @property
     def n_pending(self) -> int:
         """Tokens not yet computed: the rest of the prompt, or the one just sampled."""
         return len(self.tokens) - self.n_computed

@@ -262,6 +262,7 @@ def _worker_facts(worker: WorkerSnapshot) -> dict[str, Any]:
         "heard_ago_s": round(worker.heard_ago_s, 3),
         "credit": worker.credit,
         "lanes": worker.n_held,
+        "granted": worker.n_granted,
         **_beat_facts(worker.heartbeat),
     }
 

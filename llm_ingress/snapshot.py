@@ -24,6 +24,7 @@ class WorkerSnapshot:
     is_draining: bool
     credit: int
     n_held: int
+    n_granted: int  # since it attached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,4 +59,5 @@ def snapshot_of(worker: WorkerView, now: float) -> WorkerSnapshot:
         is_draining=worker.is_draining,
         credit=worker.credit,
         n_held=len(worker.held),
+        n_granted=worker.n_granted,
     )

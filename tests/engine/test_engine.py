@@ -319,7 +319,7 @@ def test_a_fault_of_the_step_loop_answers_everyone_and_ends_the_engine(
         held = engine.submit(ask("go"))
         next(held)
         assert not engine.fault
-        monkeypatch.setattr("llm_engine.scheduler.Scheduler.plan", broken)
+        monkeypatch.setattr("llm_engine.scheduler.Scheduler.commit", broken)
         *_, last = held
         assert isinstance(last, Failed)
         assert isinstance(last.error, EngineClosed)

@@ -195,3 +195,42 @@ def test_no_more_run_than_are_admissible_and_the_rest_wait_for_their_turn() -> N
     turn(made, ord("x"))
     made.admit(now=3.0, n_admissible=2)
     assert [part.sequence.key for part in made.plan(100).slices] == ["c"]
+
+
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(["ask", "cancel", "pause", "resume"]), st.integers(0, 5))),
+    turns=st.lists(st.integers(0, 4)),
+    n_admissible=st.integers(1, 4),
+)
+def test_a_plan_that_still_holds_is_what_planning_anew_would_give(
+    actions: list[tuple[str, int]], turns: list[int], n_admissible: int
+) -> None:
+    made = empty(3)
+    for n, (action, which) in enumerate(actions):
+        if action == "ask":
+            made.enqueue(sequence(f"{n}", n_prompt=2, max_tokens=3))
+        for each in made.all_sequences()[which : which + 1]:
+            if action == "cancel":
+                made.cancel(each.key, now=1.0)
+            elif action != "ask":
+                made.set_paused(each.key, action == "pause")
+        for _ in range(turns[n] if n < len(turns) else 1):
+            steady = made.steady
+            made.admit(now=1.0, n_admissible=n_admissible)
+            load, anew = made.load(), made.plan(n_prompt_tokens=1)
+            assert steady is None or steady == anew
+            assert load.n_decoding == anew.n_decoding
+            made.commit(anew, [ord("x")] * len(anew.sampled), now=2.0)
+            running = [each for each in made.all_sequences() if each.seq_id is not None]
+            assert made.kv_promised_tokens == sum(each.kv_promised_tokens for each in running)
+
+
+def test_a_step_of_nothing_but_decoding_is_planned_once() -> None:
+    made = scheduler(sequence("a"), sequence("b"))
+    turn(made, ord("x"))
+    assert made.steady is None
+    first = made.plan(100)
+    made.commit(first, [ord("x")] * 2, now=3.0)
+    assert made.steady is first
+    made.enqueue(sequence("c"))
+    assert made.steady is None
