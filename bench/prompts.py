@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-TOKENS_A_SENTENCE = 20
+TOKENS_A_SENTENCE = 23
 
 Message: TypeAlias = dict[str, str]
 

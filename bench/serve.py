@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--requests", type=int, default=1, help="of each client, one after the other (1)")
     flags.add_argument("--bare", metavar="MODEL", help="measure a bare loop with this model beside them")
     flags.add_argument("--ctx-size", type=int, default=512, help="of each sequence of the bare loop (512)")
+    flags.add_argument("--threads", type=int, help="of the bare loop (all cores)")
     flags.add_argument("--n-gpu-layers", type=int, default=0, help="of the bare loop (0)")
     return flags
 
@@ -118,7 +119,11 @@ def _bare(args: argparse.Namespace, n: int) -> Iterator[dict[str, Callable[[int]
         yield {}
         return
     config = EngineConfig(
-        model=args.bare, max_inflight=n, ctx_size=args.ctx_size, n_gpu_layers=args.n_gpu_layers
+        model=args.bare,
+        max_inflight=n,
+        ctx_size=args.ctx_size,
+        threads=args.threads,
+        n_gpu_layers=args.n_gpu_layers,
     )
     with BareProcess(config) as loop:
         yield {"bare": lambda round_: _bare_run(loop, prompts(n, args.requests, _run(args, n, round_)), args)}
