@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from bench.answers import Answer
 from bench.arrivals import poisson
 from bench.clients import ask, ask_when_due, run_load
-from bench.plots import Panel, write_png
+from bench.plots import Panel, over, write_png
 from bench.prompts import distinct, greedy, user
 from bench.report import percentile, print_table, spread, write_json
 from bench.targets import Target, alternate, parser, targets
@@ -47,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
     rows = [row for result in results for row in _rows(result)]
     print_table(("rate", "server", *COLUMNS), rows)
     write_json(args.json, "open-loop", vars(args), results)
-    write_png(args.png, "open loop", [_panel(results, label) for label in ("wait p50 ms", "worst wait ms")])
+    panels = [
+        Panel(x="requests a second", y=label, series=over("rate", COLUMNS[label], results))
+        for label in ("wait p50 ms", "worst wait ms")
+    ]
+    write_png(args.png, "open loop", panels)
     return 0
 
 
@@ -109,12 +113,3 @@ def _rows(result: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
     for name, runs in result["runs"].items():
         cells = (spread([run[figure] for run in runs], 0) for figure in COLUMNS.values())
         yield (result["rate"], name, *cells)
-
-
-def _panel(results: Sequence[Mapping[str, Any]], label: str) -> Panel:
-    figure = COLUMNS[label]
-    series = {
-        name: [(result["rate"], [run[figure] for run in result["runs"][name]]) for result in results]
-        for name in results[0]["runs"]
-    }
-    return Panel(x="requests a second", y=label, series=series)

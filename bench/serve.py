@@ -19,7 +19,7 @@ from bench.answers import Answer, Exchange
 from bench.bare import BareProcess
 from bench.clients import ask, run_load
 from bench.flags import add_load
-from bench.plots import Panel, write_png
+from bench.plots import Panel, over, write_png
 from bench.prompts import distinct, greedy, user
 from bench.report import percentile, print_table, spread, write_json
 from bench.targets import Target, alternate, parser, ratios, targets
@@ -159,12 +159,4 @@ def _cells(runs: Sequence[Figures]) -> Iterator[str]:
 def panels(results: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Speed, first token and worst gap over the number of clients."""
     shown = ("tok/s", "TTFT p50 ms", "gap max ms")
-    return [Panel(x="clients", y=label, series=_series(results, COLUMNS[label])) for label in shown]
-
-
-def _series(results: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[tuple[float, list[float]]]]:
-    return {
-        name: [(result["clients"], [run[figure] for run in result["runs"][name]]) for result in results]
-        for name, runs in results[0]["runs"].items()
-        if figure in runs[0]
-    }
+    return [Panel(x="clients", y=label, series=over("clients", COLUMNS[label], results)) for label in shown]
