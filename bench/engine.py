@@ -87,11 +87,16 @@ def _bare_rate(bare: BareProcess, prompts: list[Prepared], n_tokens: int) -> flo
 
 
 def _engine_rate(engine: Engine, prompts: list[Prepared]) -> float:
-    """Tokens per second while every sequence runs; its reader yields to the decode, as llm-serve's does."""
+    """Tokens per second while every sequence runs; its reader yields to the decode, as llm-serve's does.
+
+    Raises: RuntimeError if the first had ended when the last began.
+    """
     with ThreadPoolExecutor(1, initializer=yield_to_decode) as reader:
         times = reader.submit(lambda: asyncio.run(_token_times(engine, prompts))).result()
     begin = max(each[0] for each in times)
     end = min(each[-1] for each in times)
+    if end <= begin:
+        raise RuntimeError(f"{len(times)} sequences never ran all together: more --tokens")
     n_tokens = sum(1 for each in times for at in each if begin < at <= end)
     return n_tokens / (end - begin)
 
