@@ -26,12 +26,12 @@ from bench.targets import Target, alternate, parser, ratios, targets
 from llm_engine.config import EngineConfig
 
 COLUMNS = {
-    "tok/s": "rate",
-    "TTFT p50 ms": "ttft_p50_ms",
-    "TTFT max ms": "ttft_max_ms",
-    "gap p50 ms": "gap_p50_ms",
-    "gap p99 ms": "gap_p99_ms",
-    "gap max ms": "gap_max_ms",
+    "tok/s": ("rate", 1),
+    "TTFT p50 ms": ("ttft_p50_ms", 0),
+    "TTFT max ms": ("ttft_max_ms", 0),
+    "gap p50 ms": ("gap_p50_ms", 1),
+    "gap p99 ms": ("gap_p99_ms", 1),
+    "gap max ms": ("gap_max_ms", 0),
 }
 
 Figures: TypeAlias = dict[str, float]
@@ -152,11 +152,13 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cells(runs: Sequence[Figures]) -> Iterator[str]:
-    for figure in COLUMNS.values():
-        yield spread([run[figure] for run in runs]) if figure in runs[0] else "-"
+    for figure, digits in COLUMNS.values():
+        yield spread([run[figure] for run in runs], digits) if figure in runs[0] else "-"
 
 
 def panels(results: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Speed, first token and worst gap over the number of clients."""
     shown = ("tok/s", "TTFT p50 ms", "gap max ms")
-    return [Panel(x="clients", y=label, series=over("clients", COLUMNS[label], results)) for label in shown]
+    return [
+        Panel(x="clients", y=label, series=over("clients", COLUMNS[label][0], results)) for label in shown
+    ]
