@@ -24,7 +24,7 @@ libstdcxx=/usr/lib/x86_64-linux-gnu/libstdc++.so.6
 mkdir -p "$results"
 failed=()
 servers=()
-trap 'kill "${servers[@]}" 2>/dev/null' EXIT
+trap 'kill "${servers[@]}" 2>/dev/null; wait' EXIT
 
 part() {  # NAME LIMIT_S COMMAND...
   local name=$1 limit_s=$2
