@@ -4,7 +4,8 @@ A Poisson process of `--rate` requests a second for `--seconds`, each with a pro
 gets the same arrivals in a round. Times count from when a request was due.
 
 TTFT alone is what a request meets on the idle server, measured before each run. The wait is what its first
-text took beyond that: the queue, and whatever ran beside it.
+text took beyond that: the queue, and whatever ran beside it. A gap is between one text of an answer and the
+next, a step of the server.
 """
 
 import argparse
@@ -26,6 +27,8 @@ COLUMNS = {
     "wait p50 ms": "wait_p50_ms",
     "wait p95 ms": "wait_p95_ms",
     "worst wait ms": "wait_max_ms",
+    "gap p50 ms": "gap_p50_ms",
+    "gap p95 ms": "gap_p95_ms",
     "longest gap ms": "gap_max_ms",
     "worst to the end ms": "end_max_ms",
     "tok/s": "rate",
@@ -95,13 +98,16 @@ def figures(alone: Sequence[Answer], answers: Sequence[Answer]) -> Figures:
         raise RuntimeError(f"all of {len(answers)} requests were refused")
     alone_s = statistics.median(answer.first_s for answer in alone)
     waits_ms = [1000 * max(0.0, answer.first_s - alone_s) for answer in answered]
+    gaps_ms = [1000 * gap_s for answer in answered for gap_s in answer.gaps_s] or [0.0]
     took_s = max(a.ended_at for a in answered) - min(a.asked_at for a in answered)
     return {
         "alone_ms": 1000 * alone_s,
         "wait_p50_ms": statistics.median(waits_ms),
         "wait_p95_ms": percentile(waits_ms, 95),
         "wait_max_ms": max(waits_ms),
-        "gap_max_ms": 1000 * max((gap_s for answer in answered for gap_s in answer.gaps_s), default=0.0),
+        "gap_p50_ms": statistics.median(gaps_ms),
+        "gap_p95_ms": percentile(gaps_ms, 95),
+        "gap_max_ms": max(gaps_ms),
         "end_max_ms": 1000 * max(answer.last_s for answer in answered),
         "rate": sum(answer.n_tokens for answer in answered) / took_s,
         "asked": len(answers),
