@@ -11,6 +11,7 @@ Owns: what is on its way to one event loop. Called by: `engine.py`.
 import asyncio
 import ctypes
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -25,6 +26,7 @@ class Doorbell(Generic[T]):
     """One event loop's. Made on it; `take` hears there, one by one, what any thread has put."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], None]) -> None:
+        self._loop = weakref.ref(loop)  # which holds this
         self._take = take
         self._parcels: deque[T] = deque()
         self._is_rung = False
@@ -32,7 +34,10 @@ class Doorbell(Generic[T]):
         loop.add_reader(self._ear, self._answer)
 
     def put(self, parcel: T) -> None:
-        """Hand something over. Thread: any, one at a time."""
+        """Hand something over; to a loop that is closed, nothing. Thread: any, one at a time."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            return
         self._parcels.append(parcel)
         if not self._is_rung:
             self._is_rung = True

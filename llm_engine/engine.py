@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Self, TypeAlias
+from typing import Self
 from weakref import WeakKeyDictionary
 
 from llm_engine import gguf
@@ -26,10 +26,10 @@ from llm_engine.footprint import Footprint
 from llm_engine.generation import (
     Control,
     Delta,
-    Event,
     GenerateRequest,
     Generation,
     Listener,
+    Mail,
     Mailbox,
     Prepared,
 )
@@ -49,8 +49,6 @@ from llm_engine.text import TextAssembler
 from llm_engine.trial import try_load
 
 logger = logging.getLogger(__name__)
-
-Mail: TypeAlias = list[tuple[Mailbox, Event]]
 
 
 class Engine:
@@ -118,7 +116,7 @@ class Engine:
         Raises: EngineBusy with the waiting list full, EngineClosed, and what `prepare` raises.
         """
         prepared = request if isinstance(request, Prepared) else self.prepare(request)
-        mailbox = Mailbox(self._running_loop(), on_event)
+        mailbox = Mailbox(self._doorbell(), on_event)
         sequence = _sequence(mailbox, prepared)
         with self._count:
             if self._closed:
@@ -200,15 +198,15 @@ class Engine:
                 self._n_preparing -= 1
                 self._count.notify_all()
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of the calling thread, with a door to ring at."""
+    def _doorbell(self) -> Doorbell[Mail] | None:
+        """That of the calling thread's event loop."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return None
         if loop not in self._doorbells:
             self._doorbells[loop] = Doorbell(loop, _put_all)
-        return loop
+        return self._doorbells[loop]
 
     def _control(self, mailbox: Mailbox, control: Control) -> None:
         match control:
@@ -228,15 +226,15 @@ class Engine:
 
     def _deliver(self, events: list[Addressed]) -> None:
         """Hand a step's events over. Thread: step thread."""
-        by_loop: dict[asyncio.AbstractEventLoop | None, Mail] = {}
+        by_door: dict[Doorbell[Mail] | None, Mail] = {}
         for mailbox, event in events:
             assert isinstance(mailbox, Mailbox)
-            by_loop.setdefault(mailbox.loop, []).append((mailbox, event))
-        for loop, mail in by_loop.items():
-            if loop is None:
+            by_door.setdefault(mailbox.doorbell, []).append((mailbox, event))
+        for doorbell, mail in by_door.items():
+            if doorbell is None:
                 _put_all(mail)
-            elif not loop.is_closed():
-                self._doorbells[loop].put(mail)
+            else:
+                doorbell.put(mail)
         n_ended = sum(not isinstance(event, Delta) for _, event in events)
         if n_ended:
             with self._count:

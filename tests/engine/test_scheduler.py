@@ -228,10 +228,9 @@ def test_a_plan_that_still_holds_is_what_planning_anew_would_give(
 def test_a_step_of_nothing_but_decoding_is_planned_once() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     turn(made, ord("x"))
-    assert made.steady is None
-    first = made.plan(100)
-    made.commit(first, [ord("x")] * 2, now=3.0)
-    assert made.steady is first
+    with_prompts, decoding = made.steady, made.plan(100)
+    made.commit(decoding, [ord("x")] * 2, now=3.0)
+    assert (with_prompts, made.steady) == (None, decoding)
     made.enqueue(sequence("c"))
     assert made.steady is None
 
