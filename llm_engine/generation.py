@@ -113,7 +113,7 @@ class Mailbox:
     a dropped handle can be collected and cancel.
     """
 
-    def __init__(self, doorbell: "Doorbell[Mail] | None", listener: Listener | None) -> None:
+    def __init__(self, doorbell: Doorbell["Mail"] | None, listener: Listener | None) -> None:
         self.doorbell = doorbell
         self.is_over = False  # its end was put
         self._listener = listener
