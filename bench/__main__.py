@@ -4,7 +4,7 @@ import importlib
 import sys
 
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
-ENGINE = ("engine", "sampling", "remote", "prefix")
+ENGINE = ("engine", "sampling", "step-target", "remote", "prefix")
 RING = ("relay", "ring", "claims", "fairness", "parked", "balance")
 NAMES = (*SERVERS, *ENGINE, *RING, "random-model")
 
