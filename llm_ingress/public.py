@@ -32,6 +32,7 @@ from llm_ingress.wire import Heartbeat, ModelCard
 logger = logging.getLogger(__name__)
 
 TOKEN_PATH_METHODS = ("POST", "OPTIONS")
+ALL_METHODS = ("GET", "HEAD", *TOKEN_PATH_METHODS)
 OWNER = "llm-ring"
 CAPACITY_FIELDS = ("inflight", "decoding", "max_inflight", "available_slots")
 
@@ -110,11 +111,11 @@ class Public:
             await self._exchange(dialect, call)
         elif not await call.discard():  # nothing else takes a body, and hypercorn must not be left with one
             await call.refuse_unread(api.request_too_large(0))
+        elif call.method == "OPTIONS" and (dialect is not None or call.path == "*"):
+            await call.start(204, (("allow", ", ".join(TOKEN_PATH_METHODS if dialect else ALL_METHODS)),))
+            await call.finish()
         elif dialect is None:
             await self._visit(call)
-        elif call.method == "OPTIONS":
-            await call.start(204, (("allow", ", ".join(TOKEN_PATH_METHODS)),))
-            await call.finish()
         else:
             await call.refuse(api.wrong_method(call.method, call.path, TOKEN_PATH_METHODS))
 

@@ -881,7 +881,10 @@ async def test_a_websocket_is_refused(server: Server) -> None:
         f"GET {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
     )
-    assert (await reader.readline()).split()[1] == b"403"
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.split()[1] == b"405"
+    assert b"\r\nx-request-id: " in head
+    assert b"is not allowed" in await reader.readuntil(b"}}")
     writer.close()
 
 
