@@ -14,6 +14,7 @@ from llm_engine.generation import Delta, Failed, Finished, GenerateRequest, Gene
 from llm_engine.gguf import DEFAULT_MODEL
 from llm_engine.sampling import SamplingParams
 
+EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -169,14 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Engine.spawn(engine_config(args)) as engine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            return _print_answer(engine.submit(_request(args)))
+            return _answer(engine, args)
     except EngineError as error:
         print(f"llm-engine: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # Whoever read the answer has enough; the interpreter must not meet the same pipe again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return EXIT_FAULT
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -211,6 +208,18 @@ def _request(args: argparse.Namespace) -> GenerateRequest:
         sampling=SamplingParams(temperature=args.temperature, seed=args.seed),
         think=args.think,
     )
+
+
+def _answer(engine: Engine, args: argparse.Namespace) -> int:
+    try:
+        return _print_answer(engine.submit(_request(args)))
+    except OSError as error:
+        # The interpreter must not meet the same pipe or full disk again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever read the answer has enough
+            return EXIT_BROKEN_PIPE
+        print(f"llm-engine: the answer cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAULT
 
 
 def _print_answer(generation: Generation) -> int:
