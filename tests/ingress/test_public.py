@@ -131,8 +131,9 @@ async def test_an_answer_in_one_piece_has_its_length(
 
 
 async def test_a_refusal_by_the_worker_keeps_its_status(
-    worker: ScriptedWorker, client: httpx.AsyncClient
+    server: Server, worker: ScriptedWorker, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="llm_ingress")
     answer = post(client, stream=True)
     grant = await worker.granted()
     worker.begin(grant, Head(status=400, headers=JSON_HEAD.headers))
@@ -141,6 +142,8 @@ async def test_a_refusal_by_the_worker_keeps_its_status(
     response = await answer
     assert (response.status_code, response.content) == (400, b'{"error":{}}')
     assert response.headers["content-length"] == "12"
+    assert await server.counts() == (1, 1, 0, 0)
+    assert "outcome=refused" in caplog.text
 
 
 async def test_one_connection_serves_several_requests(server: Server, worker: ScriptedWorker) -> None:
