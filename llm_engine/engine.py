@@ -89,7 +89,7 @@ class Engine:
         """
         with self._model_in_use() as model:
             if model.template is None:
-                raise TemplateRefused("this model carries no chat template")
+                raise TemplateRefused(f"{self.info.file} carries no chat template")
             segments = _encodable(model.template.render(request.messages, request.think))
             if (n_at_least := model.n_tokens_at_least(segments)) > self.info.n_ctx:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
