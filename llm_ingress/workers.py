@@ -10,7 +10,7 @@ from llm_ingress.errors import ProtocolFault, WorkerRefused
 from llm_ingress.lanes import Lane, LaneState, Outcome, OutcomeReason
 from llm_ingress.leases import WorkerLink, WorkerView
 from llm_ingress.placement import Placement
-from llm_ingress.wire import End, Fail, Head, Heartbeat, Hello, LaneRef, RefusedFor
+from llm_ingress.wire import End, Fail, FinishReason, Head, Heartbeat, Hello, LaneRef, RefusedFor
 
 # What a worker may have under way when its lane is paused, a whole answer in one piece included.
 OVERRUN_BYTES = 16 * 1024 * 1024
@@ -136,7 +136,9 @@ class WorkersSide:
             return
         if lane.state is not LaneState.STREAMING:
             raise ProtocolFault(f"the end of lane {lane.id} before its head")
-        self._placement.close(lane, Outcome(state=LaneState.DONE, reason=OutcomeReason.FINISHED, end=end))
+        is_refused = end.finish_reason is FinishReason.REFUSED
+        reason = OutcomeReason.REFUSED if is_refused else OutcomeReason.FINISHED
+        self._placement.close(lane, Outcome(state=LaneState.DONE, reason=reason, end=end))
         lane.on_change()
 
     def fail(self, worker_id: int, ref: LaneRef, fail: Fail) -> None:

@@ -21,8 +21,9 @@ from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config, in_flags
 from llm_engine.engine import Engine
+from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
 from llm_ingress.certs import WORKER_SCHEME, CertificateFiles, read_facts
 from llm_ingress.draining import Drain
@@ -75,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine = stack.enter_context(_load(args))
             yield_to_decode()
             return asyncio.run(_run(options, engine, listener))
-    except (ConfigError, EngineError, WorkerConfigError) as error:
+    except (ConfigError, EngineConfigError, WorkerConfigError) as error:
+        print(f"llm-worker: {in_flags(error, args)}", file=sys.stderr)
+        return EXIT_FAULT
+    except EngineError as error:
         print(f"llm-worker: {error}", file=sys.stderr)
         return EXIT_FAULT
 

@@ -187,12 +187,12 @@ def unreadable_head(status: int) -> ApiError:
 # --- nobody's fault, or ours ----------------------------------------------------------------------------
 
 
-def overloaded(reason: str, retry_after_s: int, message: str) -> ApiError:
+def overloaded(reason: str, retry_after_s: int, why: str) -> ApiError:
     """There is no place for the request now. `reason` is of a closed set and goes into the envelope."""
     wait_s = min(max(retry_after_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
     return ApiError(
         503,
-        message,
+        f"{why[:1].upper()}{why[1:]}.",
         type=ErrorType.UNAVAILABLE,
         code="server_is_overloaded",
         headers=(("retry-after", str(wait_s)),),

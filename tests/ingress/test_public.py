@@ -131,8 +131,9 @@ async def test_an_answer_in_one_piece_has_its_length(
 
 
 async def test_a_refusal_by_the_worker_keeps_its_status(
-    worker: ScriptedWorker, client: httpx.AsyncClient
+    server: Server, worker: ScriptedWorker, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="llm_ingress")
     answer = post(client, stream=True)
     grant = await worker.granted()
     worker.begin(grant, Head(status=400, headers=JSON_HEAD.headers))
@@ -141,6 +142,8 @@ async def test_a_refusal_by_the_worker_keeps_its_status(
     response = await answer
     assert (response.status_code, response.content) == (400, b'{"error":{}}')
     assert response.headers["content-length"] == "12"
+    assert await server.counts() == (1, 1, 0, 0)
+    assert "outcome=refused" in caplog.text
 
 
 async def test_one_connection_serves_several_requests(server: Server, worker: ScriptedWorker) -> None:
@@ -881,7 +884,10 @@ async def test_a_websocket_is_refused(server: Server) -> None:
         f"GET {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
     )
-    assert (await reader.readline()).split()[1] == b"403"
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.split()[1] == b"405"
+    assert b"\r\nx-request-id: " in head
+    assert b"is not allowed" in await reader.readuntil(b"}}")
     writer.close()
 
 
