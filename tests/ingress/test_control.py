@@ -13,7 +13,7 @@ import pytest
 from aiohttp import WSMsgType
 
 from llm_ingress.certs import CertificateFiles
-from llm_ingress.control import ControlConfig, serve_control
+from llm_ingress.control import Control, ControlConfig, serve_control
 from llm_ingress.errors import CertificateFault, ConfigError
 from llm_ingress.frames import HEADER, pack
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneState
@@ -78,6 +78,7 @@ class Scene:
     """A worker about to misbehave with a lane in its hands, and another in the middle of an answer."""
 
     gateway: Gateway
+    control: Control
     bad: RawWorker
     lane: Lane
     good: RawWorker
@@ -112,7 +113,7 @@ async def scene(
         await until(lambda: gateway.snapshot().workers[1].credit == 1)
         lane = open_lane(gateway)
         await bad.granted()
-        yield Scene(gateway, bad, lane, good, good_lane)
+        yield Scene(gateway, control, bad, lane, good, good_lane)
 
 
 def misdeeds() -> dict[str, tuple[Callable[[RawWorker], Awaitable[object]], str]]:
@@ -189,20 +190,23 @@ async def test_a_closed_socket_gives_its_lanes_back_at_once(issued: Issued, gpu_
         await the.holds()
 
 
-async def test_a_silent_workers_lanes_go_back_and_its_late_return_is_welcome(
-    issued: Issued, gpu_2: CertificateFiles
+async def test_a_silent_worker_is_let_go_of_with_one_line_and_its_late_return_is_welcome(
+    issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = GatewayConfig(heartbeat_timeout_s=0.4, heartbeat_interval_s=0.1)
     async with scene(issued, gpu_2, config) as the:
         held = the.lane.ref
         alive = asyncio.create_task(_beat(the.good))
         await until(lambda: the.lane.state is LaneState.WAITING)
-        assert await the.bad.hear() == OfLane(held, LaneSignal.CANCEL)
-        await the.bad.say(OfLane(held, HEAD), Body(held, b"late", b""))
-        await until(lambda: the.gateway.snapshot().dropped_frames == 2)
-        await the.bad.say(Credit(1, 1))
-        again = await the.bad.granted()
-        assert again.ref == LaneRef(held.lane_id, held.claim + 1)
+        end = await the.bad.ended()
+        assert (end.type, end.extra) == (WSMsgType.CLOSE, "nothing heard from it for 0.4 s")
+        assert [record.getMessage() for record in caplog.records] == [
+            "worker gpu-1 at 127.0.0.1: nothing heard from it for 0.4 s"
+        ]
+        async with raw_worker(the.control, issued.worker) as back:
+            await back.present()
+            await back.say(Credit(1, 0))
+            assert (await back.granted()).ref == LaneRef(held.lane_id, held.claim + 1)
         alive.cancel()
         await the.holds()
 
