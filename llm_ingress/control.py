@@ -25,7 +25,7 @@ from llm_ingress.errors import CertificateFault, ConfigError, ProtocolFault, Wor
 from llm_ingress.gateway import Gateway
 from llm_ingress.outbox import MAX_MESSAGE_BYTES
 from llm_ingress.tls_listener import TlsListener
-from llm_ingress.wire import RefusedFor
+from llm_ingress.wire import INGRESS_ID_HEADER, RefusedFor
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,7 @@ class _Connection:
             max_msg_size=MAX_MESSAGE_BYTES,
             writer_limit=UNSENT_BYTES,
         )
+        self._ws.headers[INGRESS_ID_HEADER] = rules.ingress_id
         self._ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         self._has_output = asyncio.Event()
         self._pong: bytes | None = None
@@ -230,7 +231,7 @@ class _Connection:
             case WSMsgType.ERROR:
                 raise ProtocolFault(str(message.data))
             case WSMsgType.CLOSE if message.data == WSCloseCode.OK:
-                self.end("it has left", WSCloseCode.OK, is_expected=True)
+                self.end(f"it has left{_reason_of(message.extra)}", WSCloseCode.OK, is_expected=True)
                 raise _Lost
             case _:
                 raise _Lost(f"the connection was lost{_reason_of(message.extra)}")

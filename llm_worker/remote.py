@@ -25,6 +25,7 @@ from llm_ingress.outbox import MAX_MESSAGE_BYTES, Outbox
 from llm_ingress.payloads import FROM_INGRESS
 from llm_ingress.tls import explain
 from llm_ingress.wire import (
+    INGRESS_ID_HEADER,
     Credit,
     End,
     Fail,
@@ -67,8 +68,8 @@ class RemoteRing:
     """The ring of an ingress at `url`. Thread: event loop.
 
     The ingress must prove to be `server_hostname`, where that is not the host of the URL. All rings of a
-    worker share `attended`: an ingress that two of them reach (by two addresses, say) would drop each for the
-    other without end, so the one that was dropped stands by.
+    worker share `attended`: an ingress that two of them reach (by two addresses, say) would drop the one, and
+    its lanes, for the other. It says who it is before a HELLO, and the ring that came later stands by.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class RemoteRing:
         self._tls = tls
         self._server_hostname = server_hostname
         self._attended = {} if attended is None else attended  # by ingress id
-        self._ingress_id = ""  # of the last WELCOME
+        self._ingress_id = ""  # of what answered last
         self._backoff = Backoff(chance)
         self._listener: RingListener | None = None
         self._connection: _Connection | None = None  # while attached
@@ -173,13 +174,29 @@ class RemoteRing:
 
     async def _attend(self, hello: Hello) -> Never:
         """Dial, attach, and serve until the end. Raises: RingLost, however it ends."""
-        async with aiohttp.ClientSession() as session:
+        # The one way to see the headers with which a connection becomes a WebSocket.
+        async with aiohttp.ClientSession(raise_for_status=self._meet) as session:
             connection = _Connection(await self._dial(session), hello, self._hear)
             try:
+                self._take_place(connection)
                 await connection.serve()
             finally:
                 self._detached()
                 await connection.close()
+
+    async def _meet(self, answer: aiohttp.ClientResponse) -> None:
+        """Note which process of an ingress answers."""
+        self._ingress_id = answer.headers.get(INGRESS_ID_HEADER, "")
+
+    def _take_place(self, connection: "_Connection") -> None:
+        """Raises: RingLost, having said nothing, if the place is taken."""
+        try:
+            self._stand_by()
+        except RingLost:
+            connection.leave("this worker serves this ingress by another connection")
+            raise
+        if self._ingress_id:
+            self._attended[self._ingress_id] = self
 
     async def _dial(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         """Raises: RingLost."""
@@ -226,20 +243,18 @@ class RemoteRing:
 
     def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
         connection.welcome(welcome.heartbeat_timeout_s)
-        self._ingress_id = welcome.ingress_id
-        self._attended[welcome.ingress_id] = self
         self._connection = connection
         self._attached_at = asyncio.get_running_loop().time()
         self._last_words = None
         listener.on_attached(self)
 
     def _detached(self) -> None:
-        """Tell the worker what it has lost, if it was attached."""
+        """Give up the place, and tell the worker what it has lost, if it was attached."""
+        if self._attended.get(self._ingress_id) is self:
+            del self._attended[self._ingress_id]
         if self._connection is None:
             return
         self._connection = None
-        if self._attended.get(self._ingress_id) is self:
-            del self._attended[self._ingress_id]
         if asyncio.get_running_loop().time() - self._attached_at > STEADY_S:
             self._backoff.reset()
         if self._listener is not None:
@@ -271,6 +286,7 @@ class _Connection:
         self._welcomed = asyncio.Event()
         self._ping_is_due = False
         self._is_leaving = False
+        self._last_words = ""
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[RingLost] = self._loop.create_future()
@@ -293,9 +309,10 @@ class _Connection:
         self._outbox.put_body(ref, data, progress)
         self._wake()
 
-    def leave(self) -> None:
+    def leave(self, why: str = "") -> None:
         """End once everything is sent."""
         self._is_leaving = True
+        self._last_words = why
         self._has_output.set()
 
     def _wake(self) -> None:
@@ -321,7 +338,7 @@ class _Connection:
         code = WSCloseCode.OK if self._is_leaving else WSCloseCode.GOING_AWAY
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with asyncio.timeout(CLOSE_S):
-                await self._ws.close(code=code)
+                await self._ws.close(code=code, message=self._last_words.encode())
 
     def _end(self, lost: RingLost) -> None:
         """The first reason counts."""

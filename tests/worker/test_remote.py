@@ -1,6 +1,7 @@
 """The ring over mutual TLS: held to the contract of every ring, and to what only a network can do to it."""
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -152,17 +153,46 @@ async def test_an_ingress_reached_twice_is_served_once_and_the_other_way_stands_
             ring.attach(HELLO, worker)
         await until(lambda: "it is the ingress that this worker serves as" in caplog.text)
         (serving,) = attended.values()
-        n_attached = n_heard(worker, "attached")
         for _ in range(20):  # of its turns to dial
             await asyncio.sleep(0.01)
-        assert n_heard(worker, "attached") == n_attached
+        assert (n_heard(worker, "attached"), n_heard(worker, "detached")) == (1, 0)
         # The way that was used is gone: the other takes over.
         serving.detach()
-        await until(lambda: n_heard(worker, "attached") == n_attached + 1)
+        await until(lambda: n_heard(worker, "attached") == 2)
         for ring in rings:
             ring.detach()
             await ring.closed()
     assert attended == {}
+
+
+async def test_another_address_of_the_ingress_found_later_costs_the_lanes_it_serves_nothing(
+    issued: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = Gateway(GatewayConfig(max_attempts=1))
+    attended: dict[str, RemoteRing] = {}
+    async with controlled(gateway, issued) as control:
+        rings = [
+            RemoteRing(f"https://{host}:{control.port}", tls_of(issued.worker), attended=attended)
+            for host in ("127.0.0.1", "localhost")
+        ]
+        worker = NotingListener()
+        rings[0].attach(HELLO, worker)
+        await until(lambda: n_heard(worker, "attached") == 1)
+        rings[0].credit(1)
+        await until(lambda: gateway.snapshot().workers[0].credit == 1)
+        lane = open_lane(gateway)
+        await until(lambda: len(worker.grants) == 1)
+        rings[1].attach(HELLO, worker)
+        stands_by = f"{rings[1]}: it is the ingress that this worker serves as {rings[0]}"
+        await until(lambda: stands_by in caplog.text)
+        assert "it has left: this worker serves this ingress by another connection" in caplog.text
+        rings[0].head(lane.ref, HEAD)
+        rings[0].end(lane.ref, END)
+        await until(lambda: lane.state is LaneState.DONE)
+        for ring in rings:
+            ring.detach()
+            await ring.closed()
 
 
 async def test_what_was_said_before_leaving_arrives(issued: Issued) -> None:
@@ -354,9 +384,11 @@ async def test_the_silence_of_an_idle_ingress_counts_from_its_welcome(
 ) -> None:
     monkeypatch.setattr("llm_worker.remote.DIAL_S", 1.0)  # whose rhythm is slower than the timeout below
     gateway = Gateway(GatewayConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.2))
-    async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (_, worker):
+    async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (ring, worker):
         await until(lambda: n_heard(worker, "attached") == 1)
-        await asyncio.sleep(1.0)  # time itself is the subject
+        for _ in range(20):
+            ring.heartbeat(HEARTBEAT)
+            await asyncio.sleep(0.05)  # time itself is the subject
         assert n_heard(worker, "detached") == 0
 
 
