@@ -183,7 +183,7 @@ def options_of(args: argparse.Namespace) -> Options:
     if not urls and args.discovery_dns is None:
         raise WorkerConfigError("give --ingress-url or --discovery-dns: there is no ingress to serve")
     files = CertificateFiles.in_folder(args.pki)
-    tls = LiveContext(worker_context, files, datetime.now(UTC))
+    tls = LiveContext(worker_context, files, datetime.now(UTC), keeps_names=True)
     return Options(
         worker=WorkerConfig(
             name=args.name or _certified_name(files),

@@ -13,13 +13,14 @@ import random
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Never, Protocol
 
 import aiohttp
 from aiohttp import ClientWSTimeout, WSCloseCode, WSMsgType
 
-from llm_ingress.errors import WireError
+from llm_ingress.errors import CertificateFault, WireError
 from llm_ingress.frames import MAX_LANE_BYTES, FrameReader
 from llm_ingress.outbox import MAX_MESSAGE_BYTES, Outbox
 from llm_ingress.payloads import FROM_INGRESS
@@ -59,9 +60,8 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 class TlsSource(Protocol):
     """Where a dial takes its TLS context from; a renewed certificate is there the next time."""
 
-    @property
-    def current(self) -> ssl.SSLContext:
-        """The context to use now."""
+    def for_dial(self, now: datetime) -> ssl.SSLContext:
+        """Return the context to use now. Raises: CertificateFault if it is of no use any more."""
 
 
 class RemoteRing:
@@ -204,13 +204,15 @@ class RemoteRing:
             async with asyncio.timeout(DIAL_S):
                 return await session.ws_connect(
                     self._url + RING_PATH,
-                    ssl=self._tls.current,
+                    ssl=self._tls.for_dial(datetime.now(UTC)),
                     server_hostname=self._server_hostname,
                     timeout=ClientWSTimeout(ws_close=CLOSE_S),
                     autoclose=False,
                     autoping=False,
                     max_msg_size=MAX_MESSAGE_BYTES,
                 )
+        except CertificateFault as fault:
+            raise RingLost(str(fault)) from fault
         except aiohttp.WSServerHandshakeError as error:
             raise RingLost(f"it is no ingress's listener for workers: HTTP status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from llm_ingress.tls import LiveContext, control_context, worker_context
 from llm_ingress.wire import Hello, LaneRef, LaneSignal, Message, OfLane, Welcome
 from llm_worker.remote import RemoteRing, TlsSource
 from llm_worker.ring import Ring
-from tests.certificates import Issued, issue
+from tests.certificates import TODAY, Issued, issue
 from tests.ring_network import controlled, open_lane, raw_worker
 from tests.worker.ring_contract import END, HEAD, HEARTBEAT, HELLO, NotingListener, RingContract, until
 
@@ -257,9 +257,12 @@ class _Stranger:
     """Trusts an ingress whose CA knows nothing of its own certificate."""
 
     def __init__(self, own: Issued, trusted: Issued) -> None:
-        self.current = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self.current.load_cert_chain(own.worker.cert, own.worker.key)
-        self.current.load_verify_locations(trusted.worker.ca)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._context.load_cert_chain(own.worker.cert, own.worker.key)
+        self._context.load_verify_locations(trusted.worker.ca)
+
+    def for_dial(self, _now: datetime) -> ssl.SSLContext:
+        return self._context
 
 
 async def test_a_wrong_ca_a_wrong_name_and_a_foreign_worker_are_told_apart(
@@ -275,6 +278,24 @@ async def test_a_wrong_ca_a_wrong_name_and_a_foreign_worker_are_told_apart(
         caplog.clear()
         async with dialled(control.port, issued.worker, tls=_Stranger(foreign, issued)):
             assert "does not accept this worker's certificate" in await said(caplog)
+
+
+async def test_an_own_certificate_that_expires_while_the_worker_runs_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = issue(tmp_path, now=TODAY - timedelta(days=90)).worker
+    tls = LiveContext(worker_context, files, TODAY - timedelta(days=60))
+    async with dialled(1, files, tls=tls):
+        assert f"{files.cert}: expired on " in await said(caplog)
+
+
+async def test_a_machine_that_accepts_and_says_nothing_gives_no_answer_in_time(
+    issued: Issued, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_worker.remote.DIAL_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with dialled(mute.getsockname()[1], issued.worker, host="127.0.0.1"):
+            assert "unreachable: no answer in time" in await said(caplog)
 
 
 async def test_the_address_is_dialled_and_the_name_verified(tmp_path: Path) -> None:
