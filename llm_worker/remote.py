@@ -13,6 +13,7 @@ import random
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Never, Protocol
@@ -90,6 +91,7 @@ class RemoteRing:
         self._listener: RingListener | None = None
         self._connection: _Connection | None = None  # while attached
         self._attached_at = 0.0
+        self._has_attached = False
         self._task: asyncio.Task[None] | None = None
         self._last_words: str | None = None  # the state last logged
 
@@ -176,13 +178,17 @@ class RemoteRing:
         """Dial, attach, and serve until the end. Raises: RingLost, however it ends."""
         # The one way to see the headers with which a connection becomes a WebSocket.
         async with aiohttp.ClientSession(raise_for_status=self._meet) as session:
-            connection = _Connection(await self._dial(session), hello, self._hear)
+            connection = _Connection(await self._dial(session), self._presented(hello), self._hear)
             try:
                 self._take_place(connection)
                 await connection.serve()
             finally:
                 self._detached()
                 await connection.close()
+
+    def _presented(self, hello: Hello) -> Hello:
+        """Take another's place once: two instances that both did so again would drop each other for ever."""
+        return replace(hello, takeover=False) if self._has_attached else hello
 
     async def _meet(self, answer: aiohttp.ClientResponse) -> None:
         """Note which process of an ingress answers."""
@@ -246,6 +252,7 @@ class RemoteRing:
     def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
         connection.welcome(welcome.heartbeat_timeout_s)
         self._connection = connection
+        self._has_attached = True
         self._attached_at = asyncio.get_running_loop().time()
         self._last_words = None
         listener.on_attached(self)

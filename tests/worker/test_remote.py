@@ -329,6 +329,22 @@ async def test_a_refusal_is_one_line_that_says_for_what_and_is_retried_slowly(
     assert len(warnings_of(caplog)) == 1
 
 
+async def test_of_two_instances_that_take_over_the_later_one_stays(
+    issued: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway(GatewayConfig())
+    one, other = (replace(HELLO, instance_id=name, takeover=True) for name in "ab")
+    async with (
+        controlled(gateway, issued) as control,
+        dialled(control.port, issued.worker, one) as (_, first),
+    ):
+        await until(lambda: n_heard(first, "attached") == 1)
+        async with dialled(control.port, issued.worker, other) as (_, second):
+            await until(lambda: "it refuses this worker for duplicate" in caplog.text)
+            assert (n_heard(first, "attached"), n_heard(second, "attached")) == (1, 1)
+            assert [worker.instance_id for worker in gateway.snapshot().workers] == ["b"]
+
+
 async def test_a_refused_duplicate_attaches_once_the_first_is_gone(issued: Issued) -> None:
     gateway = Gateway(GatewayConfig(heartbeat_timeout_s=0.3, heartbeat_interval_s=0.1))
     async with controlled(gateway, issued) as control, raw_worker(control, issued.worker) as first:
