@@ -23,6 +23,7 @@ from llm_ingress.certs import identity_of
 from llm_ingress.endpoint import Endpoint
 from llm_ingress.errors import CertificateFault, ConfigError, ProtocolFault, WorkerRefused
 from llm_ingress.gateway import Gateway
+from llm_ingress.labels import shown
 from llm_ingress.outbox import MAX_MESSAGE_BYTES
 from llm_ingress.tls_listener import TlsListener
 from llm_ingress.wire import INGRESS_ID_HEADER, RefusedFor
@@ -171,7 +172,7 @@ class _Connection:
     def end(self, why: str, code: int = WSCloseCode.POLICY_VIOLATION, *, is_expected: bool = False) -> None:
         """End the connection; the first reason counts."""
         if not self._ended.done():
-            self._ended.set_result(_End(why, code, is_expected))
+            self._ended.set_result(_End(shown(why), code, is_expected))
 
     def _close(self, why: str) -> None:
         """The gateway has had enough."""

@@ -23,6 +23,7 @@ from aiohttp import ClientWSTimeout, WSCloseCode, WSMsgType
 
 from llm_ingress.errors import CertificateFault, WireError
 from llm_ingress.frames import MAX_LANE_BYTES, FrameReader
+from llm_ingress.labels import shown
 from llm_ingress.outbox import MAX_MESSAGE_BYTES, Outbox
 from llm_ingress.payloads import FROM_INGRESS
 from llm_ingress.tls import explain
@@ -273,7 +274,7 @@ class RemoteRing:
         """Log a change of state, once."""
         if self._listener is not None and state != self._last_words:
             self._last_words = state
-            logger.warning("%s: %s; it is dialled until it answers", self, state)
+            logger.warning("%s: %s; it is dialled until it answers", self, shown(state))
 
 
 class _Connection:

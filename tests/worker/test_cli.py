@@ -113,6 +113,8 @@ def options(issued: Issued, *flags: str) -> Options:
         ("--ingress-url https://a:x", "has the port 'x'"),
         (f"--ingress-url {URL} --health-bind 1", "'1' is not HOST:PORT"),
         (f"--ingress-url {URL} --heartbeat-interval 0", "heartbeat_interval_s is 0.0, must be more than 0"),
+        (f"--ingress-url {URL} --name \x1b[31mred", "the name '\\x1b[31mred' is none"),
+        (f"--ingress-url {URL} --alias {'x' * 257}", "must be 1 to 256 printable characters"),
         (f"--ingress-url {URL} --drain-timeout -1", "drain_timeout is -1.0, must not be negative"),
         ("--discovery-dns a --discovery-interval 0", "discovery_interval is 0.0, must be more than 0"),
         ("--discovery-dns a:b", "has the port 'b'"),
