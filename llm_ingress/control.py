@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Never
 
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from llm_ingress.attachment import Attachment, AttachRules
 from llm_ingress.certs import identity_of
@@ -75,8 +76,8 @@ class Control:
         self._config = config
         self._rules = AttachRules(ingress_id=uuid.uuid4().hex, allow=config.allow)
         self._connections: set[_Connection] = set()
-        self._http = web.Server(self._serve_request, access_log=None)
-        self._listener = TlsListener(self._http, tls)
+        self._http = web.Server(self._serve_request)
+        self._listener = TlsListener(self._make_peer, tls)
 
     async def listen(self) -> None:
         """Open the socket. Raises: OSError."""
@@ -105,6 +106,10 @@ class Control:
             connection.end("this ingress goes away", WSCloseCode.GOING_AWAY, is_expected=True)
         await self._http.shutdown(timeout=2 * CLOSE_S)
 
+    def _make_peer(self) -> web.RequestHandler:
+        loop = asyncio.get_running_loop()
+        return _Peer(self._http, loop=loop, access_log=None)  # type: ignore[arg-type]  # None is no log
+
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path != RING_PATH:
             raise web.HTTPNotFound
@@ -114,6 +119,27 @@ class Control:
             return await connection.run()
         finally:
             self._connections.discard(connection)
+
+
+class _Peer(web.RequestHandler):
+    """A connection as aiohttp serves it, except that what is no HTTP is one line, and the peer's fault."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        reason = shown(exc.message.partition("\n")[0])
+        logger.warning(
+            "worker %s: it does not speak HTTP: %s", _name_of(_identity(request)[0], request), reason
+        )
+        response = web.Response(status=status)
+        response.force_close()
+        return response
 
 
 class _End(NamedTuple):
@@ -146,7 +172,7 @@ class _Connection:
         self._has_output = asyncio.Event()
         self._pong: bytes | None = None
         identity, self._fault = _identity(request)
-        self._peer = f"{identity or 'a worker without a name'} at {request.remote}"
+        self._peer = _name_of(identity, request)
         self.attachment = Attachment(
             gateway, rules, identity, on_output=self._has_output.set, on_close=self._close
         )
@@ -289,6 +315,11 @@ def _identity(request: web.BaseRequest) -> tuple[str, str | None]:
         return identity_of(der), None
     except CertificateFault as fault:
         return "", str(fault)
+
+
+def _name_of(identity: str, request: web.BaseRequest) -> str:
+    """Return what a peer is called in the log."""
+    return f"{identity or 'a worker without a name'} at {request.remote}"
 
 
 def _reason_of(extra: object) -> str:

@@ -1,4 +1,4 @@
-"""Text that one end of the ring chooses and the other logs: what may be a name there, and how the rest is shown.
+"""Text that one end of the ring chooses and the other logs: what may be a name, and how the rest is shown.
 
 Pure. Called by: `payloads.py` and `control.py`; the worker, for its flags and what an ingress says.
 """

@@ -351,6 +351,26 @@ async def test_only_the_rings_own_path_is_served(issued: Issued) -> None:
         assert response.status == 404
 
 
+@pytest.mark.parametrize(
+    "data",
+    [bytes(range(256)) * 20, b"GET /ring HTTP/1.1\r\nx: " + b"a" * 200_000],
+    ids=["garbage", "long header"],
+)
+async def test_what_is_no_http_is_one_line(
+    issued: Issued, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    tls = worker_context(issued.worker, datetime.now(UTC))
+    async with controlled(Gateway(GatewayConfig()), issued) as control:
+        reader, writer = await asyncio.open_connection("localhost", control.port, ssl=tls)
+        writer.write(data)
+        assert (await reader.readline()).startswith(b"HTTP/1.0 400")
+        writer.close()
+        (record,) = caplog.records
+    assert record.getMessage().startswith("worker gpu-1 at 127.0.0.1: it does not speak HTTP: ")
+    assert len(record.getMessage().splitlines()) == 1
+    assert record.exc_info is None
+
+
 # What is sent, and in which order.
 
 
