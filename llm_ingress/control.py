@@ -158,6 +158,7 @@ class _Connection:
     """One worker's connection, from its certificate to its end."""
 
     def __init__(self, gateway: Gateway, rules: AttachRules, request: web.BaseRequest) -> None:
+        self._gateway = gateway
         self._request = request
         self._ws = web.WebSocketResponse(
             timeout=CLOSE_S,
@@ -240,6 +241,14 @@ class _Connection:
             hello.instance_id,
             hello.max_inflight,
         )
+        for name, (other, owner) in self._gateway.shared_names(hello.model).items():
+            logger.warning(
+                "both %s and %s go by the name %s: requests for it are for %s",
+                hello.model.name,
+                other,
+                name,
+                owner,
+            )
 
     async def _receive(self) -> None:
         """Act on the next WebSocket message. Raises: ProtocolFault, WorkerRefused, _Lost."""

@@ -169,6 +169,16 @@ class Gateway:
         """Return the models live workers serve, one card a name, each with every alias that leads to it."""
         return self._placement.dispatch.catalogue(worker.card for worker in self._placement.leases)
 
+    def shared_names(self, card: ModelCard) -> dict[str, tuple[str, str | None]]:
+        """Return each name that another attached model has too: with that model, and the one it leads to."""
+        names = {card.name, *card.aliases}
+        others = [worker.card for worker in self._placement.leases if worker.card.name != card.name]
+        return {
+            name: (other.name, self._placement.dispatch.name_of(name))
+            for other in others
+            for name in names & {other.name, *other.aliases}
+        }
+
     def retry_after_s(self, reason: RefusalReason) -> int:
         """Return whole seconds, spread so that those refused together do not come back together."""
         return round(RETRY_AFTER_S[reason] * (1 + self._chance()))

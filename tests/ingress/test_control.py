@@ -371,6 +371,21 @@ async def test_what_is_no_http_is_one_line(
     assert record.exc_info is None
 
 
+async def test_two_models_of_one_name_are_a_warning_that_says_who_has_it(
+    issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        controlled(Gateway(GatewayConfig()), issued) as control,
+        raw_worker(control, issued.worker) as first,
+        raw_worker(control, gpu_2) as second,
+    ):
+        for worker, name in ((first, "one"), (second, "two")):
+            card = replace(HELLO.model, name=name, aliases=("tiny", f"tiny-{name}"))
+            await worker.present(replace(HELLO, model=card))
+        (message,) = caplog.messages
+    assert message == "both two and one go by the name tiny: requests for it are for two"
+
+
 # What is sent, and in which order.
 
 
