@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from llm_ingress.certs import CertificateFiles, is_worker_name
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llm-ingress",
         description="Take requests of OpenAI clients, and hand them to the workers of a ring.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('llm-ring')}")
     parser.set_defaults(run=_serve)
     _add_control_flags(parser)
     add_public_flags(parser)

@@ -21,12 +21,12 @@ from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_version_flag, engine_config
 from llm_engine.engine import Engine
 from llm_engine.errors import EngineError
 from llm_ingress.certs import WORKER_SCHEME, CertificateFiles, read_facts
 from llm_ingress.draining import Drain
-from llm_ingress.endpoint import parse_endpoint
+from llm_ingress.endpoint import PORT_MAX, parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.tls import LiveContext, follow, worker_context
 from llm_worker.background import yield_to_decode
@@ -88,6 +88,7 @@ def parser_of_flags() -> argparse.ArgumentParser:
         prog="llm-worker",
         description="Serve a GGUF model to the clients of one or more ingresses, dialling out to each.",
     )
+    add_version_flag(parser)
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     _add_ring_flags(parser)
@@ -210,6 +211,8 @@ def _url(text: str) -> str:
     if parts.scheme != "https" or "@" in parts.netloc or parts.path not in ("", "/") or parts.query:
         raise WorkerConfigError(f"ingress URL {text!r} must be https://HOST:PORT")
     endpoint = parse_endpoint(parts.netloc, default_port=CONTROL_PORT)
+    if endpoint.port == 0:
+        raise WorkerConfigError(f"ingress URL {text!r} has the port 0, must be 1 to {PORT_MAX}")
     return f"https://{endpoint}"
 
 

@@ -111,6 +111,7 @@ def options(issued: Issued, *flags: str) -> Options:
         ("--ingress-url https://a:1/ring", "must be https://HOST:PORT"),
         ("--ingress-url https://me@a:1", "must be https://HOST:PORT"),
         ("--ingress-url https://a:x", "has the port 'x'"),
+        ("--ingress-url https://a:0", "ingress URL 'https://a:0' has the port 0, must be 1 to 65535"),
         (f"--ingress-url {URL} --health-bind 1", "'1' is not HOST:PORT"),
         (f"--ingress-url {URL} --heartbeat-interval 0", "heartbeat_interval_s is 0.0, must be more than 0"),
         (f"--ingress-url {URL} --name \x1b[31mred", "the name '\\x1b[31mred' is none"),
