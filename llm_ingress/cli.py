@@ -75,7 +75,8 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
         "--control-bind",
         default=CONTROL_BIND,
         metavar="HOST:PORT",
-        help="address to listen on, port 0 for any free one (default: %(default)s)",
+        help="address to listen on, [::] for all of IPv4 and IPv6, port 0 for any free one"
+        " (default: %(default)s)",
     )
     control.add_argument(
         "--allow-worker",
@@ -196,7 +197,7 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         "--bind",
         default=os.environ.get("HOST") or LOOPBACK,
         metavar="HOST",
-        help=f"address to listen on (default: {LOOPBACK}; environment: HOST)",
+        help=f"address to listen on, :: for all of IPv4 and IPv6 (default: {LOOPBACK}; environment: HOST)",
     )
     listener.add_argument(
         "--port",
@@ -242,13 +243,13 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         help="unread bytes at which a slow client's answer is paused (default: 256 KiB)",
     )
     _add_seconds(limits, "--stall-timeout", 10, "a client whose answer was paused so long in all is dropped")
-    _add_seconds(limits, "--no-worker-timeout", 10, "a request waits this long for a worker to come back")
+    _add_seconds(limits, "--no-worker-timeout", 10, "a request waits this long while no worker is attached")
     limits.add_argument(
         "--max-attempts",
         type=int,
         default=3,
         metavar="N",
-        help="workers a request may lose before it is given up (default: %(default)s)",
+        help="times a request may lose its worker before it is given up (default: %(default)s)",
     )
     _add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
 

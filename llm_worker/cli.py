@@ -128,7 +128,8 @@ def _add_ring_flags(parser: argparse.ArgumentParser) -> None:
     ring.add_argument(
         "--takeover",
         action="store_true",
-        help="take the place of a living worker with the same certificate, instead of being refused",
+        help="take the place of a living worker with the same certificate, instead of being refused;"
+        " once at each ingress, so a second process that has it too does not come back",
     )
     ring.add_argument(
         "--heartbeat-interval",
@@ -162,7 +163,7 @@ def _add_operating_flags(parser: argparse.ArgumentParser) -> None:
     operating.add_argument(
         "--health-bind",
         metavar="HOST:PORT",
-        help="serve /health, /ready and /metrics there, in plain HTTP (default: nowhere)",
+        help="serve /health, /ready and /metrics there, in plain HTTP; [::] takes IPv4 too (default: nowhere)",
     )
     operating.add_argument(
         "--drain-timeout",
