@@ -163,7 +163,8 @@ def _add_operating_flags(parser: argparse.ArgumentParser) -> None:
     operating.add_argument(
         "--health-bind",
         metavar="HOST:PORT",
-        help="serve /health, /ready and /metrics there, in plain HTTP; [::] takes IPv4 too (default: nowhere)",
+        help="serve /health, /ready and /metrics there, in plain HTTP; [::] takes IPv4 too"
+        " (default: nowhere)",
     )
     operating.add_argument(
         "--drain-timeout",
