@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
@@ -18,6 +19,11 @@ from llm_engine.sampling import SamplingParams
 EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+
+def add_version_flag(parser: argparse.ArgumentParser) -> None:
+    """`--version`, which ends the process."""
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('llm-ring')}")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llm-engine", description="Generate one answer with a GGUF model, printing tokens as they come."
     )
+    add_version_flag(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the user's message")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it")
     parser.add_argument(

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from llm_ingress.certs import CertificateFiles, is_worker_name
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llm-ingress",
         description="Take requests of OpenAI clients, and hand them to the workers of a ring.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('llm-ring')}")
     parser.set_defaults(run=_serve)
     _add_control_flags(parser)
     add_public_flags(parser)
@@ -74,7 +76,8 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
         "--control-bind",
         default=CONTROL_BIND,
         metavar="HOST:PORT",
-        help="address to listen on, port 0 for any free one (default: %(default)s)",
+        help="address to listen on, [::] for all of IPv4 and IPv6, port 0 for any free one"
+        " (default: %(default)s)",
     )
     control.add_argument(
         "--allow-worker",
@@ -198,7 +201,7 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         "--bind",
         default=os.environ.get("HOST") or LOOPBACK,
         metavar="HOST",
-        help=f"address to listen on (default: {LOOPBACK}; environment: HOST)",
+        help=f"address to listen on, :: for all of IPv4 and IPv6 (default: {LOOPBACK}; environment: HOST)",
     )
     listener.add_argument(
         "--port",
@@ -248,14 +251,14 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_seconds(limits, "--stall-timeout", 10, "a client whose answer was paused so long in all is dropped")
     _add_seconds(
-        limits, "--no-worker-timeout", 10, "a request waits this long for a worker to come back, then 503"
+        limits, "--no-worker-timeout", 10, "a request waits this long while no worker is attached, then 503"
     )
     limits.add_argument(
         "--max-attempts",
         type=int,
         default=3,
         metavar="N",
-        help="workers a request may lose, then 502 (default: %(default)s)",
+        help="times a request may lose its worker, then 502 (default: %(default)s)",
     )
     _add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
 

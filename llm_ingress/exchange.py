@@ -173,7 +173,9 @@ class Exchange:
         if reason is OutcomeReason.DEADLINE:
             return api.deadline_passed(f"The request was {outcome.message}.")
         if reason in (OutcomeReason.WORKER_LOST, OutcomeReason.ATTEMPTS_SPENT):
-            return api.worker_unavailable("The worker that answered was lost, and no other could go on.")
+            message = "The worker that answered was lost, and no other could go on."
+            is_hopeless = reason is OutcomeReason.ATTEMPTS_SPENT
+            return api.worker_unavailable(message, is_hopeless=is_hopeless)
         if reason is OutcomeReason.WORKER_FAILED:
             return api.internal()
         return None
@@ -234,11 +236,12 @@ class Exchange:
 
     def _log_refusal(self, error: ApiError) -> None:
         logger.info(
-            "request %s refused: status=%d code=%s param=%s",
+            "request %s refused: status=%d code=%s param=%s reason=%s",
             self._call.request_id,
             error.status,
             error.code,
             error.param,
+            error.extra.get("reason"),
         )
 
     def _log_end(self, lane: Lane) -> None:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config, in_flags
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_version_flag, engine_config, in_flags
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llm-serve",
         description="Serve a GGUF model to many OpenAI clients, with a chat page at /, all in one process.",
     )
+    add_version_flag(parser)
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     add_public_flags(parser)

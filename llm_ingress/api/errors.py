@@ -200,9 +200,13 @@ def overloaded(reason: str, retry_after_s: int, why: str) -> ApiError:
     )
 
 
-def worker_unavailable(message: str) -> ApiError:
-    """The worker that answered was lost before the first byte, and no other could take over."""
-    return ApiError(502, message, type=ErrorType.SERVER, code="worker_unavailable")
+def worker_unavailable(message: str, *, is_hopeless: bool = False) -> ApiError:
+    """The worker that answered was lost before the first byte, and no other could take over.
+
+    A request that several workers were lost over may be what ends them: to send it again would end more.
+    """
+    headers = (_NO_RETRY,) if is_hopeless else ()
+    return ApiError(502, message, type=ErrorType.SERVER, code="worker_unavailable", headers=headers)
 
 
 def deadline_passed(message: str) -> ApiError:
