@@ -33,7 +33,7 @@ body=$(printf '{"conversation_id":"%s","prompt":%s,"model":%s,"max_tokens":%s}' 
     "$CONVERSATION_ID" "$(json_string "$1")" "$(json_string "$MODEL")" "$MAX_TOKENS")
 
 is_complete=1
-while IFS= read -r line; do
+while IFS= read -r line || [[ -n $line ]]; do
     [[ -n $line ]] && echo "$line"
     [[ $line == data:*'"finish_reason":'* ]] && is_complete=0
 done < <("${CURL[@]}" "$URL/coordinator/infer" --header 'content-type: application/json' --data-binary "$body")
