@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import random
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,12 +241,58 @@ async def test_a_line_that_is_full_is_refused(ring: Ring) -> None:
     await ring.until("queued_turns", 0)
 
 
+async def test_a_turn_that_waits_when_the_server_drains_is_refused_once_it_would_begin(ring: Ring) -> None:
+    first = ring.ask()
+    grant = await ring.worker.granted()
+    second = ring.ask()
+    await ring.until("queued_turns", 1)
+    ring.server.gateway.drain()
+    ring.answer(grant)
+    assert (await first).status_code == 200
+    response = await second
+    assert (response.status_code, error_of(response)["reason"]) == (503, "draining")
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whatever_clients_and_workers_do_every_history_is_whole_and_nothing_is_held(
+    ring: Ring, seed: int
+) -> None:
+    """Each kept turn says how many were before it: a history out of order, or with a hole, would show."""
+    chance = random.Random(seed)
+    ids = [ID.replace("550e", f"550{n}") for n in range(3)]
+
+    async def work() -> None:
+        while True:
+            grant = await ring.worker.granted()
+            await asyncio.sleep(chance.choice((0, 0.005)))
+            if chance.random() < 0.15:
+                ring.worker.fail(grant)
+                ring.worker.offer(4)
+            else:
+                ring.answer(grant, f"{len(unpack_asked(grant.body).history)}")
+
+    async def ask() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(chance.choice((0.003, 0.02, 5))):
+                await ring.client.post(INFER, json=turn(conversation_id=chance.choice(ids)))
+
+    working = asyncio.create_task(work())
+    await asyncio.gather(*(ask() for _ in range(40)))
+    await ring.server.counts()
+    assert (await ring.stats())["queued_turns"] == 0
+    working.cancel()
+    histories = [await ring.talk(conversation_id=one) for one in ids]
+    assert any(histories)
+    for history in histories:
+        assert history == [f"{n}".encode() for n in range(len(history))]
+
+
 # --- refusals
 
 
 async def test_wrong_bodies_are_named(ring: Ring) -> None:
-    for fields, param in (({"conversation_id": "x"}, "conversation_id"), ({"prompt": None}, "prompt")):
-        response = await ring.ask(**{"prompt": "hi", **fields})
+    for param, value in (("conversation_id", "x"), ("prompt", None), ("max_tokens", 0)):
+        response = await ring.client.post(INFER, json={**turn(), param: value})
         assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert await ring.server.counts() == (0, 0, 0, 0)
 
