@@ -61,6 +61,7 @@ FENCES = {
         "llm_worker/cli.py",
         "llm_serve/cli.py",
     ),
+    "sqlite3": ("llm_ingress/history_file.py",),
     "ctypes": ("llm_engine/llama.py", "llm_engine/doorbell.py"),
 }
 
