@@ -22,11 +22,14 @@ from pathlib import Path
 from llm_ingress.certs import CertificateFiles, is_worker_name
 from llm_ingress.certs_cli import add_certs_command
 from llm_ingress.control import ControlConfig, serve_control
+from llm_ingress.conversations import Conversations
 from llm_ingress.draining import Drain
 from llm_ingress.endpoint import parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.frames import MAX_LANE_BYTES
 from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.history import HistoryConfig
+from llm_ingress.history_file import HistoryFile
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Listener, ServingConfig, listen, serve
 from llm_ingress.tenants import Tenancy, TenantBy, parse_proxies
@@ -36,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 PLAIN_PORT, TLS_PORT = 8080, 8443
 CONTROL_BIND = f"{LOOPBACK}:8444"
 READING_BYTES = 256 * 1024 * 1024  # of all bodies being read together
+HISTORY_IN_MEMORY, HISTORY_IN_SQLITE = "memory", "sqlite:"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -58,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_serve)
     _add_control_flags(parser)
     add_public_flags(parser)
+    add_history_flags(parser)
+    add_session_ttl_flag(parser)
     _add_tenant_flags(parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", description="without one: serve")
     add_certs_command(commands)
@@ -121,21 +127,24 @@ def _add_tenant_flags(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     set_up_logging()
     try:
-        with closing(listen(serving_config(args))) as listener:
-            return asyncio.run(_run(args, listener))
+        with (
+            closing(listen(serving_config(args))) as listener,
+            closing(open_conversations(args)) as conversations,
+        ):
+            return asyncio.run(_run(args, listener, conversations))
     except ConfigError as error:
         print(f"llm-ingress: {in_flags(error, args)}", file=sys.stderr)
         return EXIT_FAULT
 
 
-async def _run(args: argparse.Namespace, listener: Listener) -> int:
+async def _run(args: argparse.Namespace, listener: Listener, conversations: Conversations) -> int:
     """Serve both listeners until the drain is over."""
     drain = Drain()
     drain_on_signals(drain)
     ring, public = _ring_config(args), replace(public_config(args), tenancy=_tenancy(args))
-    _check_that_lanes_fit(ring, public)
+    _check_that_lanes_fit(ring, public, conversations.config)
     gateway = Gateway(ring)
-    app = Public(gateway, public)
+    app = Public(gateway, public, conversations=conversations)
     control_tls = LiveContext(control_context, _control_files(args), datetime.now(UTC))
     control = await serve_control(gateway, control_tls.for_listener(), _control_config(args))
     reload_on_hangup([control_tls] if listener.tls is None else [control_tls, listener.tls])
@@ -160,14 +169,18 @@ def _ring_config(args: argparse.Namespace) -> GatewayConfig:
     )
 
 
-def _check_that_lanes_fit(ring: GatewayConfig, public: PublicConfig) -> None:
-    """Raises: ConfigError if workers would end the connection over the largest request."""
+def _check_that_lanes_fit(ring: GatewayConfig, public: PublicConfig, history: HistoryConfig) -> None:
+    """Raises: ConfigError if workers would end the connection over the largest request or conversation."""
     most = MAX_LANE_BYTES - ring.response_buffer_bytes
-    if public.max_request_bytes > most:
-        raise ConfigError(
-            f"max_request_bytes is {public.max_request_bytes}, must be at most {most}: with the progress of "
-            f"its answer, up to response_buffer_bytes, {ring.response_buffer_bytes}, it is to fit into a lane"
-        )
+    for name, value in (
+        ("max_request_bytes", public.max_request_bytes),
+        ("max_conversation_bytes", history.max_conversation_bytes),
+    ):
+        if value > most:
+            raise ConfigError(
+                f"{name} is {value}, must be at most {most}: with the progress of its answer, up to "
+                f"response_buffer_bytes, {ring.response_buffer_bytes}, it is to fit into a lane"
+            )
 
 
 def _control_files(args: argparse.Namespace) -> CertificateFiles:
@@ -263,7 +276,45 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     _add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
 
 
-def _add_seconds(group: "argparse._ArgumentGroup", flag: str, default: float, help_text: str) -> None:
+def add_history_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that `open_conversations` reads, but for `--session-ttl`."""
+    bounds = HistoryConfig()
+    history = parser.add_argument_group("conversations of /coordinator/infer")
+    history.add_argument(
+        "--history",
+        default=HISTORY_IN_MEMORY,
+        metavar="WHERE",
+        help=f"{HISTORY_IN_MEMORY}, or {HISTORY_IN_SQLITE}PATH to outlive a restart (default: %(default)s)",
+    )
+    history.add_argument(
+        "--history-conversations",
+        type=int,
+        default=bounds.max_conversations,
+        metavar="N",
+        help="conversations kept; beyond it the one unused for longest ends (default: %(default)s)",
+    )
+    history.add_argument(
+        "--history-conversation-bytes",
+        type=int,
+        default=bounds.max_conversation_bytes,
+        metavar="BYTES",
+        help="kept of one conversation; beyond it 409 session_full (default: 1 MiB)",
+    )
+    history.add_argument(
+        "--history-bytes",
+        type=int,
+        default=bounds.max_bytes,
+        metavar="BYTES",
+        help="kept of all conversations; beyond it the ones unused for longest end (default: 256 MiB)",
+    )
+
+
+def add_session_ttl_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that says how long what is not used is kept."""
+    _add_seconds(parser, "--session-ttl", HistoryConfig().ttl_s, "a conversation not used for so long ends")
+
+
+def _add_seconds(group: "argparse._ActionsContainer", flag: str, default: float, help_text: str) -> None:
     group.add_argument(
         flag, type=float, default=default, metavar="S", help=f"{help_text}; seconds (default: %(default)s)"
     )
@@ -320,6 +371,23 @@ def in_flags(error: Exception, args: argparse.Namespace) -> str:
         option = rf"(?<!\S){name}(_s|_bytes)?(?=[ ,]|$)" if "_" in name else rf"^{name}(?= is )"
         text = re.sub(option, f"--{name.replace('_', '-')}", text)
     return text
+
+
+def open_conversations(args: argparse.Namespace) -> Conversations:
+    """What conversations said before, from the file if there is one. Raises: ConfigError."""
+    config = HistoryConfig(
+        max_conversations=args.history_conversations,
+        max_conversation_bytes=args.history_conversation_bytes,
+        max_bytes=args.history_bytes,
+        ttl_s=args.session_ttl,
+    )
+    where: str = args.history
+    if where == HISTORY_IN_MEMORY:
+        return Conversations(config)
+    path = where.removeprefix(HISTORY_IN_SQLITE)
+    if path in ("", where):
+        raise ConfigError(f"--history {where!r} is neither {HISTORY_IN_MEMORY} nor {HISTORY_IN_SQLITE}PATH")
+    return Conversations(config, HistoryFile(Path(path)))
 
 
 def is_loopback(host: str) -> bool:

@@ -6,16 +6,24 @@ A path that is not in `DIALECTS` takes no lane. Pure; shared with the worker.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llm_ingress.api.errors import ApiError
+from llm_ingress.api.errors import ApiError, internal, worker_failed
+from llm_ingress.api.infer import parse_infer
 from llm_ingress.api.schemas import parse_chat
+
+CHAT = "/v1/chat/completions"
+INFER = "/coordinator/infer"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request says that the ingress acts on."""
+    """What a request says that the ingress acts on.
+
+    With a `conversation_id` it is the next turn of a conversation that the ingress keeps.
+    """
 
     model: str
     user: str | None
+    conversation_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +32,22 @@ class Dialect:
 
     `read` checks a body completely and returns what the ingress needs of it, or raises ApiError.
     `error_event` is the last thing in a stream that fails after its first byte.
+    `worker_failed` is what a client meets whose worker says that another would fail as well.
     """
 
     read: Callable[[bytes], Asked]
     error_event: Callable[[ApiError], bytes]
+    worker_failed: Callable[[], ApiError]
 
 
 def _read_chat(body: bytes) -> Asked:
     request = parse_chat(body)
     return Asked(request.model, request.user)
+
+
+def _read_infer(body: bytes) -> Asked:
+    request = parse_infer(body)
+    return Asked(request.model, request.user, request.session_id)
 
 
 def _sse_error(error: ApiError) -> bytes:
@@ -41,5 +56,10 @@ def _sse_error(error: ApiError) -> bytes:
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": Dialect(read=_read_chat, error_event=_sse_error),
+    CHAT: Dialect(read=_read_chat, error_event=_sse_error, worker_failed=internal),
+    INFER: Dialect(
+        read=_read_infer,
+        error_event=_sse_error,
+        worker_failed=lambda: worker_failed("The worker failed while it answered."),
+    ),
 }

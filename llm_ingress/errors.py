@@ -5,6 +5,10 @@ IngressError
 │   └── CertificateFault   a certificate or its key cannot be used (says which and why)
 ├── UnknownModel     the caller's: no worker ever served a model of that name
 ├── Refused          nobody's: no lane can be had now; says why, and when to come again
+├── ConversationGone nobody's: what was said in a conversation is no longer kept
+├── ConversationFull the caller's: no more of a conversation is kept than was said already
+├── NoTurn           nobody's: a turn of a conversation cannot begin now; says why
+├── HistoryFault     ours or the disk's: a turn could not be kept; it is as if it had not been
 ├── WorkerRefused    a worker's or its operator's: it may not attach; says for what, and when to come again
 ├── ProtocolFault    a peer's: what it says breaks the ring protocol; its connection should end
 │   └── WireError          its bytes are no messages
@@ -44,6 +48,7 @@ class RefusalReason(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     DRAINING = "draining"
     NO_WORKERS = "no_workers"
+    SYSTEM_SESSIONS_FULL = "system_sessions_full"
 
 
 class Refused(IngressError):
@@ -54,6 +59,26 @@ class Refused(IngressError):
         self.reason = reason
         self.retry_after_s = retry_after_s
         self.message = message
+
+
+class ConversationGone(IngressError):
+    """What was said in a conversation is no longer kept."""
+
+
+class ConversationFull(IngressError):
+    """No more of a conversation can be kept."""
+
+
+class NoTurn(IngressError):
+    """A turn of a conversation cannot begin now."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class HistoryFault(IngressError):
+    """A turn could not be kept."""
 
 
 class WorkerRefused(IngressError):

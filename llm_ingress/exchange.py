@@ -10,14 +10,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from llm_ingress.api import errors as api
 from llm_ingress.api.errors import ApiError
 from llm_ingress.asgi import Call, ClientLeft, Express
 from llm_ingress.bodies import Bodies
-from llm_ingress.dialects import Dialect
-from llm_ingress.errors import RefusalReason, Refused, UnknownModel
+from llm_ingress.conversations import Conversations, Turn
+from llm_ingress.dialects import Asked, Dialect
+from llm_ingress.errors import (
+    ConversationFull,
+    ConversationGone,
+    HistoryFault,
+    NoTurn,
+    RefusalReason,
+    Refused,
+    UnknownModel,
+)
 from llm_ingress.gateway import Gateway, Lane, LaneRequest, Outcome, OutcomeReason
+from llm_ingress.history import ConversationKey
 from llm_ingress.media import check_media
 from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
@@ -37,20 +48,30 @@ _REFUSALS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all exchanges of one public surface share."""
+
+    gateway: Gateway
+    conversations: Conversations
+    tenancy: Tenancy
+    relays: Relays
+
+
 class Exchange:
     """One request and the lane it takes. Thread: event loop."""
 
-    def __init__(
-        self, gateway: Gateway, relays: Relays, tenancy: Tenancy, dialect: Dialect, call: Call
-    ) -> None:
-        self._gateway = gateway
-        self._relays = relays
-        self._tenancy = tenancy
+    def __init__(self, around: Surroundings, dialect: Dialect, call: Call) -> None:
+        self._gateway = around.gateway
+        self._conversations = around.conversations
+        self._relays = around.relays
+        self._tenancy = around.tenancy
         self._dialect = dialect
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._began_at = time.monotonic()
         self._lane: Lane | None = None
+        self._turn: Turn | None = None  # of a conversation, once it is this request's
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._express: Express | None = None  # while a stream is relayed
@@ -69,52 +90,78 @@ class Exchange:
             self._log_refusal(error)
             await self._call.refuse_unread(error)
             return
+        self._task = asyncio.current_task()
+        watcher = asyncio.create_task(self._watch())
         try:
-            lane = self._open_lane(body)
+            lane = await self._enter(body)
+            del body  # the lane keeps it
+            await self._answer(lane)
         except ApiError as error:
             self._log_refusal(error)
+            self._is_ending = True
             await self._call.refuse(error)
-            return
-        del body  # the lane keeps it
-        await self._serve(lane)
-
-    def _open_lane(self, body: bytes) -> Lane:
-        """Take a place in the ring. Raises: ApiError."""
-        call = self._call
-        asked = self._dialect.read(body)
-        request = LaneRequest(
-            path=call.path,
-            body=body,
-            model=asked.model,
-            request_id=call.request_id,
-            tenant=self._tenancy.tenant_of(call.client_host, call.headers(FORWARDED_FOR), asked.user),
-        )
-        try:
-            return self._gateway.open_lane(request, self._on_change)
-        except UnknownModel as error:
-            raise api.model_not_found(error.model) from error
-        except Refused as error:
-            raise api.overloaded(error.reason, error.retry_after_s, error.message) from error
-
-    async def _serve(self, lane: Lane) -> None:
-        """Answer from the lane until its end, the client's, or a stall; whichever it is, the lane is left."""
-        self._lane = lane
-        self._task = asyncio.current_task()
-        watcher = asyncio.create_task(self._watch(lane))
-        try:
-            await self._answer(lane)
         except asyncio.CancelledError:
             if not self._is_aborted or self._task is None:
                 raise
             self._task.uncancel()
         finally:
             watcher.cancel()
-            if self._flush_timer is not None:
-                self._flush_timer.cancel()
-            self._gateway.leave(lane)
-            self._log_end(lane)
-            # Lane and task both lead back here: without this their bodies wait for the garbage collector.
-            self._lane = self._task = None
+            self._leave()
+
+    async def _enter(self, body: bytes) -> Lane:
+        """Take a place in the ring, in a conversation once it is this request's turn. Raises: ApiError."""
+        asked = self._dialect.read(body)
+        tenant = self._tenancy.tenant_of(
+            self._call.client_host, self._call.headers(FORWARDED_FOR), asked.user
+        )
+        if asked.conversation_id is not None:
+            self._turn = await self._begin_turn(ConversationKey(tenant, asked.conversation_id), len(body))
+            body = self._turn.body(body)
+        return self._open_lane(asked, tenant, body)
+
+    async def _begin_turn(self, key: ConversationKey, n_bytes: int) -> Turn:
+        """Wait until the turns before it have ended. Raises: ApiError."""
+        limit_bytes = self._conversations.config.max_conversation_bytes
+        if n_bytes > limit_bytes:
+            raise api.prompt_too_large(limit_bytes)
+        try:
+            return await self._conversations.begin(key, n_bytes, self._gateway.config.queue_timeout_s)
+        except NoTurn as error:
+            wait_s = self._gateway.retry_after_s(error.reason)
+            raise api.overloaded(error.reason, wait_s, str(error)) from error
+        except ConversationFull as error:
+            raise api.session_full(str(error)) from error
+        except ConversationGone as error:
+            raise api.session_gone(str(error)) from error
+
+    def _open_lane(self, asked: Asked, tenant: str, body: bytes) -> Lane:
+        """Raises: ApiError."""
+        request = LaneRequest(
+            path=self._call.path,
+            body=body,
+            model=asked.model,
+            request_id=self._call.request_id,
+            tenant=tenant,
+        )
+        try:
+            self._lane = self._gateway.open_lane(request, self._on_change)
+        except UnknownModel as error:
+            raise api.model_not_found(error.model) from error
+        except Refused as error:
+            raise api.overloaded(error.reason, error.retry_after_s, error.message) from error
+        return self._lane
+
+    def _leave(self) -> None:
+        """Whatever the answer came to: leave its lane, and let the conversation's next turn begin."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        if self._lane is not None:
+            self._gateway.leave(self._lane)
+            self._log_end(self._lane)
+        if self._turn is not None:
+            self._turn.end()
+        # Lane and task both lead back here: without this their bodies wait for the garbage collector.
+        self._lane = self._task = None
 
     async def _answer(self, lane: Lane) -> None:
         while lane.outcome is None and not lane.unread:
@@ -138,9 +185,20 @@ class Exchange:
                 await self._change()
             else:
                 break
-        error = self._failure(lane.outcome)
+        last = await self._last_words(lane.outcome)
         self._is_ending = True
-        await self._call.finish(b"" if error is None else self._dialect.error_event(error))
+        await self._call.finish(last)
+
+    async def _last_words(self, outcome: Outcome) -> bytes:
+        """What a stream ends with, behind all that its worker sent: of a turn, once that is kept."""
+        error = self._failure(outcome)
+        if error is None and self._turn is not None and outcome.end is not None:
+            try:
+                return await self._turn.keep(outcome.end.record)
+            except HistoryFault as fault:
+                logger.error("request %s: %s", self._call.request_id, fault)
+                error = api.internal("The turn could not be kept: the conversation is as it was before.")
+        return b"" if error is None else self._dialect.error_event(error)
 
     async def _collect(self, lane: Lane) -> None:
         """Send the answer in one piece, once it is complete."""
@@ -177,7 +235,7 @@ class Exchange:
             is_hopeless = reason is OutcomeReason.ATTEMPTS_SPENT
             return api.worker_unavailable(message, is_hopeless=is_hopeless)
         if reason is OutcomeReason.WORKER_FAILED:
-            return api.internal()
+            return self._dialect.worker_failed()
         return None
 
     # What wakes the answer, and what ends it early.
@@ -217,11 +275,12 @@ class Exchange:
         else:
             self._flush_timer = self._loop.call_later(FLUSH_TIMEOUT_S, self._abort)
 
-    async def _watch(self, lane: Lane) -> None:
+    async def _watch(self) -> None:
         """Wait for the client to leave, and stop its work at once, whatever the answer waits for."""
         while (await self._call.receive())["type"] != "http.disconnect":
             pass
-        self._gateway.leave(lane)
+        if self._lane is not None:
+            self._gateway.leave(self._lane)
         # Past its last byte hypercorn reports every connection as left, and is still tidying it up.
         if not self._is_ending:
             self._abort()

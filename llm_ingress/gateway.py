@@ -38,6 +38,7 @@ RETRY_AFTER_S: Mapping[RefusalReason, int] = {
     RefusalReason.QUEUE_TIMEOUT: 5,
     RefusalReason.DRAINING: 5,
     RefusalReason.NO_WORKERS: 10,
+    RefusalReason.SYSTEM_SESSIONS_FULL: 10,
 }
 
 # Looked at in one tick. More would hold up the event loop for longer than a refusal may take, so where more

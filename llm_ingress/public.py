@@ -17,14 +17,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from llm_ingress import coordinator
 from llm_ingress.api import errors as api
 from llm_ingress.api.errors import ApiError
+from llm_ingress.api.infer import normal_id
 from llm_ingress.asgi import Call, Message, Receive, Scope, Send
 from llm_ingress.bodies import Bodies
+from llm_ingress.conversations import Conversations
 from llm_ingress.dialects import DIALECTS, Dialect
-from llm_ingress.errors import ConfigError, RefusalReason
-from llm_ingress.exchange import Exchange
+from llm_ingress.errors import ConfigError, HistoryFault, RefusalReason
+from llm_ingress.exchange import FORWARDED_FOR, Exchange, Surroundings
 from llm_ingress.gateway import Gateway, GatewaySnapshot, WorkerSnapshot
+from llm_ingress.history import ConversationKey
 from llm_ingress.relays import Relays
 from llm_ingress.tenants import Tenancy
 from llm_ingress.wire import Heartbeat, ModelCard
@@ -62,19 +66,27 @@ class Public:
     """The ASGI application of one ingress. Thread: event loop."""
 
     def __init__(
-        self, gateway: Gateway, config: PublicConfig | None = None, *, routes: Sequence[BaseRoute] = ()
+        self,
+        gateway: Gateway,
+        config: PublicConfig | None = None,
+        *,
+        conversations: Conversations | None = None,
+        routes: Sequence[BaseRoute] = (),
     ) -> None:
         config = config or PublicConfig()
-        self._gateway = gateway
-        self._tenancy = config.tenancy
+        self._around = Surroundings(
+            gateway=gateway,
+            conversations=conversations or Conversations(),
+            tenancy=config.tenancy,
+            relays=Relays(),
+        )
         self._bodies = Bodies(
             limit_bytes=config.max_request_bytes,
             total_bytes=config.max_reading_bytes,
             timeout_s=config.body_timeout_s,
         )
         self._status = _Status(gateway, self._bodies)
-        self._site = _site(self._status, routes)
-        self._relays = Relays()
+        self._site = _site([*self._status.routes(), *_Sessions(self._around).routes(), *routes])
         self._is_draining = False
         self._n_exchanges = 0
 
@@ -82,6 +94,10 @@ class Public:
     def is_idle(self) -> bool:
         """Whether no request is on a token path."""
         return self._n_exchanges == 0
+
+    def tick(self) -> None:
+        """Act on what time alone decides; called several times a second."""
+        self._around.conversations.tick()
 
     def drain(self) -> None:
         """Take no more requests, those that are still arriving included; each answer ends its connection."""
@@ -122,8 +138,7 @@ class Public:
     async def _exchange(self, dialect: Dialect, call: Call) -> None:
         self._n_exchanges += 1
         try:
-            exchange = Exchange(self._gateway, self._relays, self._tenancy, dialect, call)
-            await exchange.run(self._bodies)
+            await Exchange(self._around, dialect, call).run(self._bodies)
         finally:
             self._n_exchanges -= 1
 
@@ -146,6 +161,13 @@ class _Status:
         self.has_failed = False
         self._gateway = gateway
         self._bodies = bodies
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/v1/models", self.models),
+        ]
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: exactly the names a request may ask for."""
@@ -175,14 +197,52 @@ class _Status:
         return api.overloaded(reason, self._gateway.retry_after_s(reason), why)
 
 
-def _site(status: _Status, routes: Sequence[BaseRoute]) -> Starlette:
+class _Sessions:
+    """The coordinator's endpoints beside the one that takes a lane."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._gateway = around.gateway
+        self._conversations = around.conversations
+        self._tenancy = around.tenancy
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/coordinator/health", self.health),
+            Route("/coordinator/health/workers", self.workers),
+            Route("/coordinator/stats", self.stats),
+            Route("/coordinator/sessions/{session_id}", self.delete, methods=["DELETE"]),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """GET /coordinator/health: 200 as long as this process lives."""
+        kept, bounds = self._conversations.snapshot(), self._conversations.config
+        return _json(coordinator.health(self._gateway.snapshot(), kept, bounds))
+
+    async def workers(self, request: Request) -> Response:
+        """GET /coordinator/health/workers: who is attached."""
+        return _json(coordinator.workers(self._gateway.snapshot()))
+
+    async def stats(self, request: Request) -> Response:
+        """GET /coordinator/stats: what is under way."""
+        return _json(coordinator.stats(self._gateway.snapshot(), self._conversations.snapshot()))
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /coordinator/sessions/{id}: forget a conversation of this client's."""
+        session_id = request.path_params["session_id"]
+        forwarded = request.headers.getlist(FORWARDED_FOR.decode())
+        host = request.client.host if request.client else ""
+        tenant = self._tenancy.tenant_of(host, forwarded, request.query_params.get("user"))
+        try:
+            was_there = await self._conversations.forget(ConversationKey(tenant, normal_id(session_id)))
+        except HistoryFault as fault:
+            logger.error("a conversation was not deleted: %s", fault)
+            return _error(api.internal("The session could not be deleted."))
+        return Response(status_code=204) if was_there else _error(api.unknown_session(session_id))
+
+
+def _site(routes: Sequence[BaseRoute]) -> Starlette:
     site = Starlette(
-        routes=[
-            Route("/health", status.health),
-            Route("/ready", status.ready),
-            Route("/v1/models", status.models),
-            *routes,
-        ],
+        routes=routes,
         exception_handlers={404: _not_found, 405: _wrong_method, Exception: _fault},
     )
     site.router.redirect_slashes = False

@@ -121,7 +121,7 @@ async def serve(
     stop = asyncio.Event()
     settings = _hypercorn_settings(listener, config.head_timeout_s)
     server = asyncio.create_task(hypercorn.asyncio.serve(app, settings, shutdown_trigger=stop.wait))  # type: ignore[arg-type]
-    ticker = asyncio.create_task(_tick(gateway))
+    ticker = asyncio.create_task(_tick(app, gateway))
     follower = asyncio.create_task(follow([] if listener.tls is None else [listener.tls]))
     try:
         await _first_of(server, drain.begun)
@@ -180,13 +180,14 @@ async def _first_of(server: asyncio.Task[None], event: asyncio.Event) -> None:
     waiter.cancel()
 
 
-async def _tick(gateway: Gateway) -> None:
+async def _tick(app: Public, gateway: Gateway) -> None:
     while True:
         await asyncio.sleep(TICK_S)
-        try:
-            gateway.tick()
-        except Exception:
-            logger.exception("a tick of the gateway failed")
+        for tick in (gateway.tick, app.tick):
+            try:
+                tick()
+            except Exception:
+                logger.exception("a tick failed")
 
 
 class _Settings(HeadSettings):

@@ -63,14 +63,14 @@ class ChunkEncoder:
 
     def text(self, text: str) -> bytes:
         """A chunk of new text."""
-        return self._before_text + _json(text) + self._after_text
+        return self._before_text + json_text(text) + self._after_text
 
     def ending(self, reason: StopReason, usage: Usage) -> bytes:
         """Everything after the last text: the finish chunk, usage if it was asked for, and [DONE]."""
-        finish = self._choice(b"{}", _json(reason))
+        finish = self._choice(b"{}", json_text(reason))
         if not self._include_usage:
             return finish + DONE
-        return finish + self._opening + b'[],"usage":' + _usage_json(usage) + b"}\n\n" + DONE
+        return finish + self._opening + b'[],"usage":' + usage_json(usage) + b"}\n\n" + DONE
 
     def _choice(self, delta: bytes, finish_reason: bytes) -> bytes:
         choice = b'[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}]' % (delta, finish_reason)
@@ -89,11 +89,11 @@ class CompletionEncoder:
             (
                 self._opening,
                 b'[{"index":0,"message":{"role":"assistant","content":',
-                _json(text),
+                json_text(text),
                 b',"refusal":null},"logprobs":null,"finish_reason":',
-                _json(reason),
+                json_text(reason),
                 b'}],"usage":',
-                _usage_json(usage),
+                usage_json(usage),
                 b"}",
             )
         )
@@ -110,6 +110,9 @@ class Answer(Protocol):
 
     def finish(self, reason: StopReason, usage: Usage) -> None:
         """The last token is known."""
+
+    def record(self, reason: StopReason, usage: Usage) -> bytes:
+        """What is left of it for the ingress to keep; nothing of most."""
 
 
 class StreamedAnswer:
@@ -143,7 +146,10 @@ class StreamedAnswer:
 
     def finish(self, reason: StopReason, usage: Usage) -> None:
         ending = self._encoder.ending(reason, usage)
-        self._ring.body(self._ref, self._take_chunks() + ending, _pack_finish(reason, usage))
+        self._ring.body(self._ref, self._take_chunks() + ending, pack_ending(reason, usage))
+
+    def record(self, reason: StopReason, usage: Usage) -> bytes:
+        return b""
 
     def _take_chunks(self) -> bytes:
         """What may be sent now: the role if it is due, and a chunk of text if there is any."""
@@ -188,7 +194,10 @@ class WholeAnswer:
     def finish(self, reason: StopReason, usage: Usage) -> None:
         completion = self._encoder.completion("".join(self._pieces), reason, usage)
         self._ring.head(self._ref, json_head(200))
-        self._ring.body(self._ref, completion, _pack_finish(reason, usage))
+        self._ring.body(self._ref, completion, pack_ending(reason, usage))
+
+    def record(self, reason: StopReason, usage: Usage) -> bytes:
+        return b""
 
 
 def json_head(status: int, headers: tuple[tuple[str, str], ...] = ()) -> Head:
@@ -196,7 +205,7 @@ def json_head(status: int, headers: tuple[tuple[str, str], ...] = ()) -> Head:
     return Head(status=status, headers=(("content-type", "application/json"), *headers))
 
 
-def _json(value: object) -> bytes:
+def json_text(value: object) -> bytes:
     """JSON in which no reader finds a line break."""
     encoded = orjson.dumps(value)
     if encoded.isascii():
@@ -208,7 +217,7 @@ def _json(value: object) -> bytes:
 
 def _opening(identity: Identity, kind: str) -> bytes:
     """The constant fields of a chunk or completion, up to the value of its choices."""
-    constant = _json(
+    constant = json_text(
         {
             "id": identity.id,
             "object": kind,
@@ -220,7 +229,8 @@ def _opening(identity: Identity, kind: str) -> bytes:
     return constant.removesuffix(b"}") + b',"choices":'
 
 
-def _usage_json(usage: Usage) -> bytes:
+def usage_json(usage: Usage) -> bytes:
+    """Tokens as the API counts them."""
     return orjson.dumps(
         {
             "prompt_tokens": usage.n_prompt,
@@ -231,5 +241,6 @@ def _usage_json(usage: Usage) -> bytes:
     )
 
 
-def _pack_finish(reason: StopReason, usage: Usage) -> bytes:
+def pack_ending(reason: StopReason, usage: Usage) -> bytes:
+    """The progress that goes with an answer's last byte."""
     return pack_finish(Finish(reason=reason, n_cached=usage.n_cached))

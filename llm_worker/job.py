@@ -35,6 +35,7 @@ from llm_worker.preparation import PreparedJob
 from llm_worker.progress import ChoiceProgress, Finish, Start
 from llm_worker.ring import Ring
 from llm_worker.translate import refusal
+from llm_worker.turn_answer import TurnAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Job:
         """
         assert self.state is JobState.PREPARING, f"lane {self.ref.lane_id} is {self.state}"
         if ready.earlier is not None and ready.earlier.finish is not None:
-            self._end_answered(ready.start, ready.earlier, ready.earlier.finish)
+            self._end_answered(ready, ready.earlier, ready.earlier.finish)
             return
         self._generation = engine.submit(ready.prepared, self.on_event)
         self._move(JobState.RUNNING)
@@ -95,11 +96,13 @@ class Job:
         self._answer = open_answer(self.ring, self.ref, ready)
         self._answer.begin()
 
-    def _end_answered(self, start: Start, earlier: ChoiceProgress, finish: Finish) -> None:
+    def _end_answered(self, ready: PreparedJob, earlier: ChoiceProgress, finish: Finish) -> None:
         """End a claim whose answer was complete when its last worker was lost."""
-        usage = Usage(n_prompt=start.n_prompt, n_cached=finish.n_cached, n_completion=len(earlier.tokens))
+        usage = Usage(
+            n_prompt=ready.start.n_prompt, n_cached=finish.n_cached, n_completion=len(earlier.tokens)
+        )
         self.ring.head(self.ref, ANSWERED_HEAD)
-        self._end(finish.reason, usage)
+        self._end(open_answer(self.ring, self.ref, ready), finish.reason, usage)
 
     def reject(self, error: BaseException) -> None:
         """Answer for a preparation that failed."""
@@ -151,7 +154,7 @@ class Job:
             n_completion=finished.n_completion,
         )
         answer.finish(finished.reason, usage)
-        self._end(finished.reason, usage, prefill_ms=finished.prefill_ms, decode_ms=finished.decode_ms)
+        self._end(answer, finished.reason, usage, finished)
 
     # -- from the ingress --
 
@@ -202,15 +205,16 @@ class Job:
             self.ring.end(self.ref, End(finish_reason=FinishReason.REFUSED))
 
     def _end(
-        self, reason: StopReason, usage: Usage, *, prefill_ms: float = 0.0, decode_ms: float = 0.0
+        self, answer: Answer, reason: StopReason, usage: Usage, finished: Finished | None = None
     ) -> None:
         end = End(
             finish_reason=FINISH_REASONS[reason],
             n_prompt=usage.n_prompt,
             n_cached=usage.n_cached,
             n_completion=usage.n_completion,
-            prefill_ms=prefill_ms,
-            decode_ms=decode_ms,
+            prefill_ms=finished.prefill_ms if finished else 0.0,
+            decode_ms=finished.decode_ms if finished else 0.0,
+            record=answer.record(reason, usage),
         )
         with self._last_word():
             self.ring.end(self.ref, end)
@@ -241,6 +245,8 @@ class Job:
 def open_answer(ring: Ring, ref: LaneRef, ready: PreparedJob) -> Answer:
     """The answer of a claim in the form its request asks for."""
     start, earlier = ready.start, ready.earlier
+    if ready.turn is not None:
+        return TurnAnswer(ring, ref, ready.turn, start, earlier=earlier)
     identity = Identity(
         id=start.id,
         created=start.created,

@@ -21,7 +21,7 @@ SHARED = tuple(
     f"llm_ingress.{name}"
     for name in (
         *("api", "certs", "dialects", "draining", "endpoint", "errors"),
-        *("frames", "labels", "outbox", "payloads", "records", "tls", "wire"),
+        *("frames", "labels", "outbox", "payloads", "records", "tls", "turns", "wire"),
     )
 )
 MAY_IMPORT = {
@@ -61,6 +61,7 @@ FENCES = {
         "llm_worker/cli.py",
         "llm_serve/cli.py",
     ),
+    "sqlite3": ("llm_ingress/history_file.py",),
     "ctypes": ("llm_engine/llama.py", "llm_engine/doorbell.py"),
 }
 

@@ -25,14 +25,18 @@ from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
 from llm_ingress.cli import (
+    add_history_flags,
     add_public_flags,
+    add_session_ttl_flag,
     drain_on_signals,
     gateway_config,
+    open_conversations,
     public_config,
     reload_on_hangup,
     serving_config,
     set_up_logging,
 )
+from llm_ingress.conversations import Conversations
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway, GatewayConfig
@@ -56,9 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # What can be wrong with options or port is known before a model is loaded.
         settings = _settings(args)
-        with closing(listen(settings.serving)) as listener, _load(settings.engine) as engine:
+        with (
+            closing(listen(settings.serving)) as listener,
+            closing(open_conversations(args)) as conversations,
+            _load(settings.engine) as engine,
+        ):
             yield_to_decode()
-            return asyncio.run(_run(settings, listener, engine))
+            return asyncio.run(_run(settings, listener, conversations, engine))
     except (ConfigError, EngineConfigError) as error:
         print(f"llm-serve: {in_flags(error, args)}", file=sys.stderr)
         return EXIT_FAULT
@@ -78,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     add_public_flags(parser)
+    add_history_flags(parser)
+    add_session_ttl_flag(parser)
     return parser
 
 
@@ -114,7 +124,7 @@ def _load(config: EngineConfig) -> Engine:
     return engine
 
 
-async def _run(settings: _Settings, listener: Listener, engine: Engine) -> int:
+async def _run(settings: _Settings, listener: Listener, conversations: Conversations, engine: Engine) -> int:
     """Serve until the drain is over."""
     gateway = Gateway(settings.gateway)
     drain = Drain()
@@ -124,7 +134,7 @@ async def _run(settings: _Settings, listener: Listener, engine: Engine) -> int:
         reload_on_hangup([listener.tls])
     worker.start()
     try:
-        app = Public(gateway, settings.public, routes=[Route("/", _page)])
+        app = Public(gateway, settings.public, conversations=conversations, routes=[Route("/", _page)])
         await serve(app, gateway, listener, settings.serving, drain)
     finally:
         worker.close()

@@ -143,6 +143,55 @@ def context_length_exceeded(n_prompt: int, n_ctx: int) -> ApiError:
     )
 
 
+def prompt_too_long(n_prompt: int, n_ctx: int) -> ApiError:
+    """One turn's prompt is too long by itself, whatever was said before it. Units: tokens."""
+    return ApiError(
+        413,
+        f"The prompt is {n_prompt} tokens long, and this model's context {n_ctx}.",
+        param="prompt",
+        code="prompt_too_long",
+        extra={"reason": "prompt_too_long", "n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
+    )
+
+
+def prompt_too_large(limit_bytes: int) -> ApiError:
+    """One turn's request is more than is kept of a whole conversation."""
+    return ApiError(
+        413,
+        f"The request is larger than the {limit_bytes} bytes that are kept of a conversation.",
+        param="prompt",
+        code="prompt_too_long",
+        extra={"reason": "prompt_too_long"},
+    )
+
+
+def session_full(why: str) -> ApiError:
+    """A conversation cannot go on: with this turn it would be too long."""
+    return _reset("session_full", why)
+
+
+def session_gone(why: str) -> ApiError:
+    """A conversation cannot go on: what was said in it is lost."""
+    return _reset("session_gone", why)
+
+
+def _reset(reason: str, why: str) -> ApiError:
+    """Only another conversation helps: to try again does not."""
+    return ApiError(
+        409,
+        f"{why}. Begin a new conversation, under another conversation_id.",
+        param="conversation_id",
+        code=reason,
+        headers=(_NO_RETRY,),
+        extra={"reason": reason},
+    )
+
+
+def unknown_session(session_id: str) -> ApiError:
+    """There is no conversation of that id to delete."""
+    return ApiError(404, f"There is no session '{quoted(session_id)}'.", code="session_not_found")
+
+
 def unknown_route(method: str, path: str) -> ApiError:
     """No such path."""
     return ApiError(404, f"Unknown request URL: {method} {quoted(path)}.")
@@ -207,6 +256,11 @@ def worker_unavailable(message: str, *, is_hopeless: bool = False) -> ApiError:
     """
     headers = (_NO_RETRY,) if is_hopeless else ()
     return ApiError(502, message, type=ErrorType.SERVER, code="worker_unavailable", headers=headers)
+
+
+def worker_failed(message: str) -> ApiError:
+    """The worker failed, in a way that another would only repeat."""
+    return ApiError(502, message, type=ErrorType.SERVER, code="worker_failed", headers=(_NO_RETRY,))
 
 
 def deadline_passed(message: str) -> ApiError:

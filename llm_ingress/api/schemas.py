@@ -8,7 +8,7 @@ refused by name: an answer that silently ignored it would be wrong.
 """
 
 import re
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -19,6 +19,8 @@ from llm_ingress.api.surrogates import find_half_pair
 STOPS_MAX = 16
 STOP_MAX_CHARS = 1024
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+T = TypeVar("T")
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -157,39 +159,44 @@ def parse_chat(body: bytes) -> ChatRequest:
 
     Raises: ApiError, a 400 whose `param` is the path of the field at fault.
     """
-    try:
-        request = _DECODER.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _explain_unreadable(body, str(error)) from error
-    except RecursionError as error:
-        raise bad_json("it is nested too deeply") from error
-    _check_token_limits(request)
+    request = read_body(body, _DECODER)
+    check_token_limits(request, "max_tokens", "max_completion_tokens")
     _check_messages(request.messages)
     _check_options(request)
     return request
 
 
-def _explain_unreadable(body: bytes, text: str) -> ApiError:
+def read_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    """Read a body into its shape. Raises: ApiError, a 400 whose `param` is the path of the field at fault."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explain_unreadable(body, str(error), decoder) from error
+    except RecursionError as error:
+        raise bad_json("it is nested too deeply") from error
+
+
+def _explain_unreadable(body: bytes, text: str, decoder: "msgspec.json.Decoder[Any]") -> ApiError:
     """Say of a body that no parser reads what is wrong, and where if that is known."""
     half = find_half_pair(body)
     if half is None:
         return bad_json(text)
     reason = f"{half.escape} is half of a surrogate pair, which is no text"
-    path = _path_of_value(body, half.string_at)
+    path = _path_of_value(body, half.string_at, decoder)
     if path is None:
         return bad_json(f"{reason} (in the string at byte {half.string_at})")
     return invalid_value(path, reason)
 
 
-def _path_of_value(body: bytes, at: int) -> str | None:
+def _path_of_value(body: bytes, at: int, decoder: "msgspec.json.Decoder[Any]") -> str | None:
     """Return the field whose value begins there; None for one that is not of the schema.
 
     The parser itself tells: with a number in the value's place it stops there.
     """
     try:
-        _DECODER.decode(body[:at] + b"0,")
+        decoder.decode(body[:at] + b"0,")
     except msgspec.ValidationError as error:
         return _explain(str(error)).param
     except msgspec.DecodeError:
@@ -223,8 +230,9 @@ def _listed(types: list[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _check_token_limits(request: ChatRequest) -> None:
-    for name in ("max_tokens", "max_completion_tokens"):
+def check_token_limits(request: Any, *names: str) -> None:
+    """Raises: ApiError for a limit that is no whole number."""
+    for name in names:
         limit = getattr(request, name)
         if isinstance(limit, float) and not limit.is_integer():
             raise invalid_type(name, "expected a whole number")

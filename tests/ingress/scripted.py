@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llm_ingress.conversations import Conversations
 from llm_ingress.draining import Drain
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
@@ -129,10 +130,9 @@ class ScriptedWorker:
     def say(self, grant: Grant, data: bytes, progress: bytes = b"") -> None:
         self._gateway.workers.body(self.id, grant.ref, data, progress)
 
-    def end(self, grant: Grant, reason: FinishReason = FinishReason.STOP) -> None:
-        self._gateway.workers.end(
-            self.id, grant.ref, End(finish_reason=reason, n_prompt=3, n_cached=1, n_completion=2)
-        )
+    def end(self, grant: Grant, reason: FinishReason = FinishReason.STOP, record: bytes = b"") -> None:
+        end = End(finish_reason=reason, n_prompt=3, n_cached=1, n_completion=2, record=record)
+        self._gateway.workers.end(self.id, grant.ref, end)
 
     def fail(self, grant: Grant, *, retryable: bool = False) -> None:
         self._gateway.workers.fail(
@@ -193,11 +193,12 @@ async def serving(
     *,
     public: PublicConfig | None = None,
     config: ServingConfig | None = None,
+    conversations: Conversations | None = None,
 ) -> AsyncIterator[Server]:
     """Run a server until the block ends; whatever is open then is cut short."""
     gateway = gateway or Gateway(GatewayConfig())
     config = config or ServingConfig(port=0, drain_timeout_s=0)
-    app = Public(gateway, public)
+    app = Public(gateway, public, conversations=conversations)
     listener = listen(config)
     host, port = listener.socket.getsockname()[:2]
     drain = Drain()

@@ -256,6 +256,20 @@ def test_conversation_too_long_for_the_model_offers_a_new_one(page: ChatPage, ap
     assert page.questions == []
 
 
+@pytest.mark.parametrize("code", ["session_full", "session_gone"])
+def test_conversation_that_cannot_go_on_offers_a_new_one(page: ChatPage, api: FakeApi, code: str) -> None:
+    error = {"message": "It was not used for too long.", "param": "conversation_id", "code": code}
+    api.then(Refusal(status=409, error=error), Answer(pieces=("Hello",)))
+    page.ask("Hi")
+    assert page.texts(".remedy button") == ["New conversation"]
+    assert "cannot go on" in page.texts(".failure")[0]
+    assert "not used for too long" in page.texts(".failure")[0]
+    page.click(".remedy button")
+    assert page.questions == []
+    page.ask("Anew")
+    assert api.bodies[-1]["messages"] == [{"role": "user", "content": "Anew"}]
+
+
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
