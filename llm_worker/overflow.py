@@ -7,8 +7,9 @@ Called by: `preparation.py`, on the preparation thread. What is decided, and wit
 `compaction.py`.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from llm_engine.errors import PromptTooLong
@@ -60,7 +61,7 @@ def fit(request: GenerateRequest, engine: TextEngine, recall: Recall) -> Fitting
             raise whole
         return Fitted(prepared=whole)
     summary = yield from _summary(todo, engine)
-    prepared, summary = _shortened(engine, request, todo.n_older, summary)
+    prepared, summary = _with_summary(engine, summary, partial(_shortened, request, todo.n_older))
     compaction = Compaction(
         n_older=todo.n_older,
         summary=summary,
@@ -77,23 +78,29 @@ def _summary(todo: Outline, engine: TextEngine) -> Generator[Prepared, str, str]
     """Have each piece summarised. A model that has nothing to say leaves the summary as it was."""
     summary = todo.summary
     for piece in todo.pieces:
-        request = GenerateRequest(
-            messages=summarising(piece, summary), max_tokens=todo.n_summary, sampling=_GREEDY
-        )
-        said = yield engine.prepare(request)
+        prepared, summary = _with_summary(engine, summary, partial(_writing, piece, todo.n_summary))
+        said = yield prepared
         summary = said.strip() or summary
     return summary
 
 
-def _shortened(
-    engine: TextEngine, request: GenerateRequest, n_older: int, summary: str
+def _writing(piece: str, n_summary: int, summary: str) -> GenerateRequest:
+    """The generation that goes on from a summary with a piece. Units: tokens."""
+    return GenerateRequest(messages=summarising(piece, summary), max_tokens=n_summary, sampling=_GREEDY)
+
+
+def _shortened(request: GenerateRequest, n_older: int, summary: str) -> GenerateRequest:
+    return replace(request, messages=shortened(tuple(request.messages), n_older, summary))
+
+
+def _with_summary(
+    engine: TextEngine, summary: str, request_of: Callable[[str], GenerateRequest]
 ) -> tuple[Prepared, str]:
-    """The shortened request and the summary in it: none if, read again, it has more tokens than written."""
-    turns = tuple(request.messages)
-    prepared = _prepared(engine, replace(request, messages=shortened(turns, n_older, summary)))
+    """Prepare what holds a summary; without it where, read, it has far more tokens than it was written in."""
+    prepared = _prepared(engine, request_of(summary))
     if isinstance(prepared, Prepared):
         return prepared, summary
-    return engine.prepare(replace(request, messages=shortened(turns, n_older, ""))), ""
+    return engine.prepare(request_of("")), ""
 
 
 def _prepared(engine: TextEngine, request: GenerateRequest) -> Prepared | PromptTooLong:
