@@ -1,4 +1,4 @@
-"""A request made ready, generation by generation: what is asked of the engine, and what becomes of its words."""
+"""A request made ready, generation by generation: what the engine is asked, and what becomes of its words."""
 
 from collections.abc import Callable
 
