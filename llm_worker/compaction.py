@@ -208,16 +208,22 @@ def _place(turns: Turns, places: Sequence[int], bounds: Bounds, measure: Measure
 
 
 def _pieces(turns: Turns, known: Known, n_summary: int, n_ctx: int, measure: Measure) -> tuple[str, ...]:
-    """The turns as text in pieces that can be read with a summary before and another after, oldest first."""
+    """The turns as text, in one piece if it can be read so; else in pieces from the end on, oldest first.
+
+    Each can be read with a summary before it, the first with the one that is known.
+    """
+
+    def fits(piece: str, earlier: str, n_others: int) -> bool:
+        n_prompt = measure(summarising(piece, earlier))
+        return n_prompt is not None and n_prompt + n_others <= n_ctx
 
     def fits_end(text: str, n_chars: int) -> bool:
         piece = text[-n_chars:]
-        alone, extending = measure(summarising(piece, _TOKEN)), measure(summarising(piece, known.summary))
-        if alone is None or extending is None:
-            return False
-        return alone + 2 * n_summary <= n_ctx and extending + n_summary <= n_ctx
+        return fits(piece, _TOKEN, 2 * n_summary) and fits(piece, known.summary, n_summary)
 
     text = _transcript(turns)
+    if fits(text, known.summary, n_summary):
+        return (text,)
     pieces: list[str] = []
     while text and len(pieces) < PIECES_MAX:
         n_chars = _longest(len(text), partial(fits_end, text), first=n_ctx, grain=_PIECE_GRAIN)

@@ -164,9 +164,10 @@ def test_each_piece_can_be_read_with_a_summary_before_it_and_one_to_come(turns: 
     todo = decide(turns, n_ctx)
     assume(todo is not None)
     assert todo is not None
-    earlier = "w" + " w" * (todo.n_summary - 1)
+    earlier = ""
     for piece in todo.pieces:
         assert n_tokens(summarising(piece, earlier)) + todo.n_summary <= n_ctx
+        earlier = "w" + " w" * (todo.n_summary - 1)
 
 
 def test_a_history_of_any_length_takes_a_bounded_number_of_summaries() -> None:
@@ -184,7 +185,7 @@ def test_what_is_measured_is_never_much_longer_than_the_context() -> None:
 
     outline(chat(5_000), Bounds.of(512, None), NOTHING, measure)
     assert len(measured) < 300
-    assert max(measured) < 4 * 512
+    assert sorted(measured)[-2] < 4 * 512, "all at once is tried but once"
 
 
 def test_a_piece_holds_nothing_of_the_system() -> None:
