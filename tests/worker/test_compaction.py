@@ -25,9 +25,11 @@ from llm_worker.compaction import (
     shortened,
     summarising,
 )
+from llm_worker.summaries import Summaries
 
 TURN_TOKENS = 3
 NOTHING = Known()
+NONE_KEPT = Summaries().recall
 
 
 def n_tokens(turns: Turns) -> int:
@@ -244,9 +246,9 @@ def test_turns_that_differ_anywhere_have_another_digest(turns: Turns, i: int, te
 def test_a_summary_that_stands_in_the_history_is_known_as_one() -> None:
     turns = shortened(chat(10), 13, "what was said")
     assert turns[1]["content"] == f"{OPENING}what was said"
-    assert find_known(turns, {}.get) == Known(2, "what was said")
+    assert find_known(turns, NONE_KEPT) == Known(2, "what was said")
     longer = (*turns, said("assistant", 20), *chat(10)[1:])
-    todo = decide(longer, 256, find_known(longer, {}.get))
+    todo = decide(longer, 256, find_known(longer, NONE_KEPT))
     assert todo is not None
     assert todo.summary == "what was said"
     assert "what was said" not in "".join(todo.pieces)
@@ -254,7 +256,7 @@ def test_a_summary_that_stands_in_the_history_is_known_as_one() -> None:
 
 @given(TURNS)
 def test_a_history_without_a_summary_has_none(turns: Turns) -> None:
-    assert find_known(turns, {}.get) == NOTHING
+    assert find_known(turns, NONE_KEPT) == NOTHING
 
 
 # -- bounds --

@@ -13,7 +13,7 @@ import pytest
 
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
-from llm_engine.generation import GenerateRequest, Generation, Listener, Prepared
+from llm_engine.generation import Delta, GenerateRequest, Generation, Listener, Prepared
 from llm_engine.model import Model
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest, LaneState
 from llm_worker.compaction import OPENING
@@ -221,3 +221,24 @@ async def test_off_by_default_it_is_a_400(engine: WatchedEngine) -> None:
         refused = await ring.answer([SYSTEM, *conversation(14), question("OFF")], truncation=None)
     assert refused["error"]["code"] == "context_length_exceeded"
     assert engine.asked == []
+
+
+@pytest.mark.parametrize("kind", ["hybrid_model", "sliding_model"])
+async def test_models_that_cannot_trim_their_cache_answer_the_shortened_prompt_as_a_fresh_engine_does(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    path = str(request.getfixturevalue(kind))
+    turns, answers = [SYSTEM, *conversation(11)], []
+    with WatchedEngine.spawn(EngineConfig(model=path, max_inflight=2, ctx_size=N_CTX, threads=1)) as engine:
+        engine.asked = []
+        async with served(engine) as ring:
+            for i in range(10):
+                answers.append(await ring.answer([*turns, question(f"Q{i}")], seed=3))
+                turns += conversation(1, first=11 + i)
+            n_summaries = ring.worker.snapshot().n_summaries
+    finals = [asked for asked in engine.asked if SUMMARISE not in asked.request.messages[-1]["content"]]
+    assert n_summaries == len(engine.asked) - len(answers) >= 2, "one conversation overflowed twice"
+    with Engine.spawn(EngineConfig(model=path, ctx_size=N_CTX, threads=1, cache_prompt=False)) as fresh:
+        for answer, final in zip(answers, finals, strict=True):
+            said = [event.text async for event in fresh.submit(final) if isinstance(event, Delta)]
+            assert answer["choices"][0]["message"]["content"] == "".join(said)

@@ -100,7 +100,7 @@ def usage_of(lane: ScriptedLane, *, streams: bool) -> Any:
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
 async def test_it_is_told_by_header_and_usage(streams: bool) -> None:
     engine = FakeEngine(n_ctx=N_CTX)
-    options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
     lane = await run(engine, outgrown(**options))
     usage = usage_of(lane, streams=streams)
     told = usage["compaction"]
@@ -117,7 +117,7 @@ async def test_it_is_told_by_header_and_usage(streams: bool) -> None:
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
 async def test_an_answer_to_a_conversation_that_fits_tells_nothing_of_it(streams: bool) -> None:
     engine = FakeEngine(n_ctx=N_CTX)
-    options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
     lane = await run(engine, outgrown(n_tokens=300, **options), Policy.SUMMARY)
     assert "compaction" not in usage_of(lane, streams=streams)
     assert lane.head is not None
