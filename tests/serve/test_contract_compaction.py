@@ -19,7 +19,7 @@ TOLD = {"turns_replaced", "tokens_before", "tokens_after", "summaries"}
 def shortening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmServe]:
     """A server that shortens every conversation, with one slot of few tokens."""
     log = tmp_path_factory.mktemp("shortening") / "log"
-    flags = ("--max-inflight", "1", "--ctx-size", str(N_CTX), "--compaction", "summary")
+    flags = ("--max-inflight", "1", "--ctx-size", str(N_CTX), "--threads", "1", "--compaction", "summary")
     with spotless(*flags, log=log) as server:
         yield server
 
