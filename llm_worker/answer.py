@@ -14,15 +14,14 @@ import orjson
 
 from llm_engine.generation import Delta, StopReason
 from llm_ingress.wire import Head, LaneRef
+from llm_worker.compaction import Compaction
 from llm_worker.progress import ChoiceProgress, Finish, Start, pack_finish, pack_start, pack_text, pack_tokens
 from llm_worker.ring import Ring
 
 DONE = b"data: [DONE]\n\n"
 
-STREAM_HEAD = Head(
-    status=200,
-    headers=(("content-type", "text/event-stream; charset=utf-8"),),
-)
+_STREAM_TYPE = ("content-type", "text/event-stream; charset=utf-8")
+COMPACTION_HEADER = "x-compaction"
 
 # JSON allows these raw inside a string, but readers that split text into lines break the line at them.
 _LINE_BREAKS = tuple((c.encode(), b"\\u%04x" % ord(c)) for c in "\u0085\u2028\u2029")
@@ -45,6 +44,7 @@ class Usage:
     n_prompt: int
     n_cached: int
     n_completion: int
+    compaction: Compaction | None = None
 
 
 class ChunkEncoder:
@@ -134,7 +134,7 @@ class StreamedAnswer:
         self._held = ""
 
     def begin(self) -> None:
-        self._ring.head(self._ref, STREAM_HEAD)
+        self._ring.head(self._ref, stream_head(self._start.compaction))
         if self._is_new:
             self._ring.body(self._ref, b"", pack_start(self._start))
 
@@ -193,11 +193,16 @@ class WholeAnswer:
 
     def finish(self, reason: StopReason, usage: Usage) -> None:
         completion = self._encoder.completion("".join(self._pieces), reason, usage)
-        self._ring.head(self._ref, json_head(200))
+        self._ring.head(self._ref, json_head(200, _compaction_headers(self._start.compaction)))
         self._ring.body(self._ref, completion, pack_ending(reason, usage))
 
     def record(self, reason: StopReason, usage: Usage) -> bytes:
         return b""
+
+
+def stream_head(compaction: Compaction | None) -> Head:
+    """The head of an answer that is streamed."""
+    return Head(status=200, headers=(_STREAM_TYPE, *_compaction_headers(compaction)))
 
 
 def json_head(status: int, headers: tuple[tuple[str, str], ...] = ()) -> Head:
@@ -230,15 +235,33 @@ def _opening(identity: Identity, kind: str) -> bytes:
 
 
 def usage_json(usage: Usage) -> bytes:
-    """Tokens as the API counts them."""
-    return orjson.dumps(
-        {
-            "prompt_tokens": usage.n_prompt,
-            "completion_tokens": usage.n_completion,
-            "total_tokens": usage.n_prompt + usage.n_completion,
-            "prompt_tokens_details": {"cached_tokens": usage.n_cached},
-        }
-    )
+    """Tokens as the API counts them, and what became of the conversation if it was shortened."""
+    counts: dict[str, int | dict[str, int]] = {
+        "prompt_tokens": usage.n_prompt,
+        "completion_tokens": usage.n_completion,
+        "total_tokens": usage.n_prompt + usage.n_completion,
+        "prompt_tokens_details": {"cached_tokens": usage.n_cached},
+    }
+    if usage.compaction is not None:
+        counts["compaction"] = _facts_of(usage.compaction)
+    return orjson.dumps(counts)
+
+
+def _compaction_headers(compaction: Compaction | None) -> tuple[tuple[str, str], ...]:
+    """The header of an answer to a conversation that was shortened. Source: RFC 9651, dictionaries."""
+    if compaction is None:
+        return ()
+    return ((COMPACTION_HEADER, ", ".join(f"{name}={n}" for name, n in _facts_of(compaction).items())),)
+
+
+def _facts_of(compaction: Compaction) -> dict[str, int]:
+    """What a client is told."""
+    return {
+        "turns_replaced": compaction.n_replaced,
+        "tokens_before": compaction.n_before,
+        "tokens_after": compaction.n_after,
+        "summaries": compaction.n_summaries,
+    }
 
 
 def pack_ending(reason: StopReason, usage: Usage) -> bytes:

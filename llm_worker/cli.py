@@ -31,6 +31,7 @@ from llm_ingress.endpoint import PORT_MAX, parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.tls import LiveContext, follow, worker_context
 from llm_worker.background import yield_to_decode
+from llm_worker.compaction import Policy
 from llm_worker.discovery import Discovery, Query, Target, system_resolver
 from llm_worker.errors import WorkerConfigError
 from llm_worker.health import listen_for_health, serve_health
@@ -95,10 +96,23 @@ def parser_of_flags() -> argparse.ArgumentParser:
     add_version_flag(parser)
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
+    add_compaction_flag(parser)
     _add_ring_flags(parser)
     _add_discovery_flags(parser)
     _add_operating_flags(parser)
     return parser
+
+
+def add_compaction_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag whose value is `args.compaction`, a `Policy`."""
+    parser.add_argument(
+        "--compaction",
+        type=Policy,
+        choices=tuple(Policy),
+        default=Policy.NONE,
+        help="for a conversation that outgrew the context, where its request's `truncation` says nothing:"
+        " none refuses it, summary has the model summarise its older turns (default: %(default)s)",
+    )
 
 
 def _add_ring_flags(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +211,7 @@ def options_of(args: argparse.Namespace) -> Options:
             aliases=tuple(args.alias),
             takeover=args.takeover,
             heartbeat_interval_s=args.heartbeat_interval,
+            compaction=args.compaction,
         ),
         tls=tls,
         urls=urls,

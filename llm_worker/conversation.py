@@ -13,14 +13,12 @@ from typing import TypeAlias
 import msgspec
 import orjson
 
-from llm_engine.errors import PromptTooLong, RequestError
-from llm_ingress.api.errors import ApiError, prompt_too_long, session_full, session_gone
+from llm_ingress.api.errors import session_gone
 from llm_ingress.api.infer import InferRequest, parse_infer
-from llm_ingress.api.schemas import ChatMessage, ChatRequest
+from llm_ingress.api.schemas import ChatMessage, ChatRequest, Truncation
 from llm_ingress.errors import WireError
 from llm_ingress.turns import Does, TurnRecord, unpack_asked
-from llm_worker.engine import TextEngine
-from llm_worker.translate import generate_request
+from llm_worker.compaction import Compaction, shortened
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -47,19 +45,29 @@ class Turn:
         """This turn's question."""
         return Said("user", self.request.prompt)
 
-    def chat(self, *, with_earlier: bool = True) -> ChatRequest:
+    def chat(self) -> ChatRequest:
         """The turn as the chat completion that it is."""
         request = self.request
-        said = (*self.earlier, self.asked) if with_earlier else (self.asked,)
         return ChatRequest(
             model=request.model,
-            messages=[ChatMessage(role=message.role, content=message.content) for message in said],
+            messages=[
+                ChatMessage(role=message.role, content=message.content)
+                for message in (*self.earlier, self.asked)
+            ],
             stream=True,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
+            truncation=Truncation.AUTO,
         )
+
+    def left(self, compaction: Compaction | None) -> tuple[Does, Messages]:
+        """What it leaves but for its answer: its question, or all that stands once it was shortened."""
+        if compaction is None:
+            return Does.FOLLOWS, (self.asked,)
+        turns = shortened(self.chat().turns, compaction.n_older, compaction.summary)
+        return Does.REPLACES, tuple(Said(turn["role"], turn["content"]) for turn in turns)
 
 
 def read_turn(body: bytes) -> Turn:
@@ -75,22 +83,7 @@ def read_turn(body: bytes) -> Turn:
     return Turn(parse_infer(asked.request), earlier)
 
 
-def too_long(turn: Turn, error: PromptTooLong, engine: TextEngine) -> ApiError:
-    """What a client is told whose turn does not fit: whether it would in a new conversation."""
-    if turn.earlier:
-        alone = turn.chat(with_earlier=False)
-        try:
-            engine.prepare(generate_request(alone, seed=0, max_tokens=alone.token_limit))
-        except PromptTooLong as still:
-            error = still
-        except RequestError:
-            pass  # whatever else is wrong with it, it is not its length
-        else:
-            return session_full(f"It is {error.n_prompt} tokens long, and this model's context {error.n_ctx}")
-    return prompt_too_long(error.n_prompt, error.n_ctx)
-
-
-def record_of(said: Messages, *, closing: bytes, does: Does = Does.FOLLOWS) -> TurnRecord:
+def record_of(does: Does, said: Messages, *, closing: bytes) -> TurnRecord:
     """What is left of a turn: the messages it added, or all of a conversation that was replaced."""
     content = orjson.dumps([{"role": message.role, "content": message.content} for message in said])
     return TurnRecord(does=does, closing=closing, content=content)

@@ -67,6 +67,7 @@ def health(worker: WorkerSnapshot) -> web.Response:
             "name": worker.name,
             "model": asdict(worker.model),
             "jobs": worker.n_jobs,
+            "summaries": worker.n_summaries,
             **asdict(worker.capacity),
             "rings": [asdict(ring) for ring in worker.rings],
         }
@@ -81,7 +82,7 @@ def ready(worker: WorkerSnapshot) -> web.Response:
 
 def metrics(worker: WorkerSnapshot) -> web.Response:
     """The same in Prometheus text."""
-    lines = [line for name, text, value in _gauges(worker) for line in _exposed(name, text, value)]
+    lines = [line for name, text, value in _measured(worker) for line in _exposed(name, text, value)]
     return web.Response(body="".join(lines).encode(), headers={"content-type": PROMETHEUS})
 
 
@@ -93,7 +94,7 @@ def _status_of(worker: WorkerSnapshot) -> str:
     return "ok" if worker.n_attached else "no_ingress"
 
 
-def _gauges(worker: WorkerSnapshot) -> Iterator[tuple[str, str, float]]:
+def _measured(worker: WorkerSnapshot) -> Iterator[tuple[str, str, float]]:
     capacity = worker.capacity
     yield "slots", "Requests that can be decoded at once.", capacity.max_inflight
     yield "available_slots", "Lanes it would take now.", capacity.available_slots
@@ -106,12 +107,13 @@ def _gauges(worker: WorkerSnapshot) -> Iterator[tuple[str, str, float]]:
     yield "generated_tokens_per_second", "Tokens generated per second.", capacity.tokens_per_second
     yield "known_ingresses", "Ingresses it serves or dials.", len(worker.rings)
     yield "attached_ingresses", "Ingresses that could grant it a lane.", worker.n_attached
+    yield "summaries_total", "Summaries of outgrown conversations asked of its engine.", worker.n_summaries
     yield "draining", "1 when it takes nothing more.", worker.is_draining
 
 
 def _exposed(name: str, text: str, value: float) -> tuple[str, str, str]:
-    full = f"llm_worker_{name}"
-    return f"# HELP {full} {text}\n", f"# TYPE {full} gauge\n", f"{full} {float(value):g}\n"
+    full, kind = f"llm_worker_{name}", "counter" if name.endswith("_total") else "gauge"
+    return f"# HELP {full} {text}\n", f"# TYPE {full} {kind}\n", f"{full} {float(value):g}\n"
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:

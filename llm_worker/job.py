@@ -1,10 +1,14 @@
 """One claim seen from the worker, head to end: what the engine says about it goes to its ring.
 
+    SUMMARISING            (where the conversation outgrew the context; at most a bounded number of times)
+      |     ^
+      v     |
     PREPARING --begin--> RUNNING --finished, failed, cancelled--> CLOSED
         `--------refused, released, failed, cancelled---------------^
 
 A head goes back only once the engine has admitted the request, so every refusal is a status of its own. A job
-closes exactly once, whatever goes wrong in it, and says so to its worker.
+closes exactly once, whatever goes wrong in it, and says so to its worker. It has one generation at a time: a
+summary takes the place in the engine that the answer will have.
 
 Owns: the state of one claim. Touched by: `worker.py` and the engine's events, on the event loop.
 """
@@ -12,11 +16,12 @@ Owns: the state of one claim. Touched by: `worker.py` and the engine's events, o
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
 from llm_engine.errors import EngineClosed, RequestError
-from llm_engine.generation import Delta, Event, Failed, Finished, StopReason
+from llm_engine.generation import Delta, Event, Failed, Finished, Prepared, StopReason
 from llm_ingress.api.errors import ApiError
 from llm_ingress.wire import End, Fail, FinishReason, Head, LaneRef
 from llm_worker.answer import (
@@ -29,6 +34,7 @@ from llm_worker.answer import (
     WholeAnswer,
     json_head,
 )
+from llm_worker.compaction import Compaction
 from llm_worker.engine import RunningGeneration, TextEngine
 from llm_worker.errors import IllegalJobMove, ProgressError
 from llm_worker.preparation import PreparedJob
@@ -52,15 +58,25 @@ class JobState(StrEnum):
     """Where a claim is on its way through the worker."""
 
     PREPARING = "preparing"
+    SUMMARISING = "summarising"
     RUNNING = "running"
     CLOSED = "closed"
 
 
 NEXT = {
-    JobState.PREPARING: {JobState.RUNNING, JobState.CLOSED},
+    JobState.PREPARING: {JobState.SUMMARISING, JobState.RUNNING, JobState.CLOSED},
+    JobState.SUMMARISING: {JobState.PREPARING, JobState.CLOSED},
     JobState.RUNNING: {JobState.CLOSED},
     JobState.CLOSED: set[JobState](),
 }
+
+
+@dataclass(slots=True, eq=False)
+class _Summary:
+    """One being written, and whom its text is for."""
+
+    on_written: Callable[[str], None]
+    pieces: list[str] = field(default_factory=list)
 
 
 class Job:
@@ -76,8 +92,17 @@ class Job:
         self._start: Start | None = None
         self._answer: Answer | None = None
         self._generation: RunningGeneration | None = None
+        self._summary: _Summary | None = None
 
     # -- from the preparation --
+
+    def summarise(self, engine: TextEngine, prepared: Prepared, on_written: Callable[[str], None]) -> None:
+        """Have a summary written; its text goes to `on_written`, and the job is in preparation again.
+
+        Raises: EngineBusy, EngineClosed; the lane is then still to be released.
+        """
+        self._submit(engine, prepared, JobState.SUMMARISING)
+        self._summary = _Summary(on_written)
 
     def begin(self, engine: TextEngine, ready: PreparedJob) -> None:
         """Submit to the engine, and once it admits, begin the answer.
@@ -85,21 +110,40 @@ class Job:
         Raises: EngineBusy, EngineClosed; the lane is then still to be released.
         """
         assert self.state is JobState.PREPARING, f"lane {self.ref.lane_id} is {self.state}"
+        if ready.start.compaction is not None:
+            self._log_compaction(ready.start.compaction)
         if ready.earlier is not None and ready.earlier.finish is not None:
             self._end_answered(ready, ready.earlier, ready.earlier.finish)
             return
-        self._generation = engine.submit(ready.prepared, self.on_event)
-        self._move(JobState.RUNNING)
-        if self._paused:
-            self._generation.pause()
+        self._submit(engine, ready.prepared, JobState.RUNNING)
         self._start = ready.start
         self._answer = open_answer(self.ring, self.ref, ready)
         self._answer.begin()
 
+    def _submit(self, engine: TextEngine, prepared: Prepared, state: JobState) -> None:
+        assert self.state is JobState.PREPARING, f"lane {self.ref.lane_id} is {self.state}"
+        self._generation = engine.submit(prepared, self.on_event)
+        self._move(state)
+        if self._paused:
+            self._generation.pause()
+
+    def _log_compaction(self, made: Compaction) -> None:
+        logger.info(
+            "lane %d is shortened: turns=%d n_before=%d n_after=%d summaries=%d",
+            self.ref.lane_id,
+            made.n_replaced,
+            made.n_before,
+            made.n_after,
+            made.n_summaries,
+        )
+
     def _end_answered(self, ready: PreparedJob, earlier: ChoiceProgress, finish: Finish) -> None:
         """End a claim whose answer was complete when its last worker was lost."""
         usage = Usage(
-            n_prompt=ready.start.n_prompt, n_cached=finish.n_cached, n_completion=len(earlier.tokens)
+            n_prompt=ready.start.n_prompt,
+            n_cached=finish.n_cached,
+            n_completion=len(earlier.tokens),
+            compaction=ready.start.compaction,
         )
         self.ring.head(self.ref, ANSWERED_HEAD)
         self._end(open_answer(self.ring, self.ref, ready), finish.reason, usage)
@@ -124,10 +168,11 @@ class Job:
 
     def on_event(self, event: Event) -> None:
         """Pass on what the engine says. Whatever goes wrong here ends this job and no other."""
-        if self.state is not JobState.RUNNING:
-            return
         try:
-            self._take(event)
+            if self.state is JobState.RUNNING:
+                self._take(event)
+            elif self.state is JobState.SUMMARISING:
+                self._take_of_summary(event)
         except Exception:
             self.crash()
 
@@ -140,10 +185,27 @@ class Job:
             case Finished():
                 self._finish(event, self._answer)
             case Failed():
-                logger.warning("lane %d failed in the engine: %s", self.ref.lane_id, event.error)
-                self.fail("the engine failed", retryable=True)
+                self._fail_in_engine(event)
             case _:
                 assert_never(event)
+
+    def _take_of_summary(self, event: Event) -> None:
+        assert self._summary is not None, f"lane {self.ref.lane_id} has no summary written"
+        match event:
+            case Delta():
+                self._summary.pieces.append(event.text)
+            case Finished():
+                summary, self._summary, self._generation = self._summary, None, None
+                self._move(JobState.PREPARING)
+                summary.on_written("".join(summary.pieces))
+            case Failed():
+                self._fail_in_engine(event)
+            case _:
+                assert_never(event)
+
+    def _fail_in_engine(self, failed: Failed) -> None:
+        logger.warning("lane %d failed in the engine: %s", self.ref.lane_id, failed.error)
+        self.fail("the engine failed", retryable=True)
 
     def _finish(self, finished: Finished, answer: Answer) -> None:
         assert self._start is not None, f"lane {self.ref.lane_id} runs without a start"
@@ -152,6 +214,7 @@ class Job:
             # A continuation may find cached what an earlier attempt generated; that is no prompt.
             n_cached=min(finished.n_cached, self._start.n_prompt),
             n_completion=finished.n_completion,
+            compaction=self._start.compaction,
         )
         answer.finish(finished.reason, usage)
         self._end(answer, finished.reason, usage, finished)

@@ -17,6 +17,7 @@ import orjson
 from llm_engine.generation import StopReason
 from llm_ingress.errors import WireError
 from llm_ingress.records import TOKEN_BYTES, RecordKind, pack_record, records
+from llm_worker.compaction import Compaction
 from llm_worker.errors import ProgressError
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Start:
     max_tokens: int
     fingerprint: str
     n_prompt: int
+    compaction: Compaction | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

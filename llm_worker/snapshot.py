@@ -26,6 +26,7 @@ class WorkerSnapshot:
     capacity: Heartbeat
     rings: tuple[RingFacts, ...]
     n_jobs: int
+    n_summaries: int  # asked of its engine since it started
     is_draining: bool
     has_failed: bool  # its engine has ended by itself
 

@@ -13,7 +13,7 @@ Owns: the text of one turn. Called by: `job.py`, on the event loop.
 from llm_engine.generation import Delta, StopReason
 from llm_ingress.turns import pack_turn
 from llm_ingress.wire import LaneRef
-from llm_worker.answer import STREAM_HEAD, Usage, json_text, pack_ending, usage_json
+from llm_worker.answer import Usage, json_text, pack_ending, stream_head, usage_json
 from llm_worker.conversation import Said, Turn, record_of
 from llm_worker.progress import ChoiceProgress, Start, pack_start, pack_text, pack_tokens
 from llm_worker.ring import Ring
@@ -34,7 +34,7 @@ class TurnAnswer:
         self._held = ""
 
     def begin(self) -> None:
-        self._ring.head(self._ref, STREAM_HEAD)
+        self._ring.head(self._ref, stream_head(self._start.compaction))
         if self._is_new:
             self._ring.body(self._ref, b"", pack_start(self._start))
 
@@ -54,7 +54,8 @@ class TurnAnswer:
             json_text(reason),
             usage_json(usage),
         )
-        return pack_turn(record_of((self._turn.asked, answer), closing=closing))
+        does, said = self._turn.left(self._start.compaction)
+        return pack_turn(record_of(does, (*said, answer), closing=closing))
 
     def _send(self, before: bytes, after: bytes = b"") -> None:
         """Send the text that is there as an event, with the progress it stands for."""

@@ -24,13 +24,15 @@ from llm_ingress.api.errors import deadline_passed
 from llm_ingress.labels import MAX_LABEL_CHARS, is_label
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
 from llm_worker.background import BackgroundThread
+from llm_worker.compaction import Policy
 from llm_worker.engine import TextEngine
 from llm_worker.errors import WorkerConfigError
 from llm_worker.job import Job, JobState
 from llm_worker.offers import PATIENCE_S, Demand, share_out
-from llm_worker.preparation import PreparedJob, prepare
+from llm_worker.preparation import PreparedJob, Steps, Unsummarised, advance, preparation
 from llm_worker.ring import Ring
 from llm_worker.snapshot import RingFacts, WorkerSnapshot
+from llm_worker.summaries import Summaries
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class WorkerConfig:
     takeover: bool = False  # take the place of another instance of this worker at its ingresses
     heartbeat_interval_s: float = 1.0
     preparation_timeout_s: float = 30.0
+    compaction: Policy = Policy.NONE  # of requests that do not say
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -89,13 +92,15 @@ class Worker:
         self._config = config
         self._rings = {ring: _RingView(ring) for ring in rings}
         self._jobs: dict[tuple[Ring, LaneRef], Job] = {}
-        self._preparing: dict[Job, Future[PreparedJob]] = {}
+        self._preparing: dict[Job, Future[PreparedJob | Unsummarised]] = {}
         self._stuck: set[Future[Any]] = set()
         self._thread = BackgroundThread("llm-worker-preparation")
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._n_grants = 0
+        self._summaries = Summaries()
+        self._n_summaries = 0  # that the engine was asked for
         self._idle = asyncio.Event()
         self._idle.set()
         self._hello = Hello(
@@ -149,6 +154,7 @@ class Worker:
                 for view in self._rings.values()
             ),
             n_jobs=len(self._jobs),
+            n_summaries=self._n_summaries,
             is_draining=self._is_draining,
             has_failed=self._has_failed,
         )
@@ -207,9 +213,10 @@ class Worker:
         job = Job(ring, grant.ref, self._forget)
         self._jobs[ring, grant.ref] = job
         self._idle.clear()
-        preparation = self._thread.submit(partial(prepare, grant, self._engine, int(time.time())))
-        self._preparing[job] = preparation
-        preparation.add_done_callback(partial(self._come_back, job))
+        steps = preparation(
+            grant, self._engine, int(time.time()), self._summaries.recall, self._config.compaction
+        )
+        self._prepare(job, steps)
         self._offer()
 
     def on_cancel(self, ring: Ring, ref: LaneRef) -> None:
@@ -227,35 +234,52 @@ class Worker:
         if job is not None:
             job.resume()
 
-    # -- from the preparation thread --
+    # -- to and from the preparation thread --
 
-    def _come_back(self, job: Job, preparation: Future[PreparedJob]) -> None:
-        """Bring a finished preparation to the event loop. Thread: any."""
+    def _prepare(self, job: Job, steps: Steps, summary: str | None = None) -> None:
+        """Have the next step done to make a job ready."""
+        work = self._thread.submit(partial(advance, steps, summary))
+        self._preparing[job] = work
+        work.add_done_callback(partial(self._come_back, job))
+
+    def _come_back(self, job: Job, work: Future[PreparedJob | Unsummarised]) -> None:
+        """Bring a finished step to the event loop. Thread: any."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._prepared, job, preparation)
+            self._loop.call_soon_threadsafe(self._prepared, job, work)
 
-    def _prepared(self, job: Job, preparation: Future[PreparedJob]) -> None:
+    def _prepared(self, job: Job, work: Future[PreparedJob | Unsummarised]) -> None:
         self._preparing.pop(job, None)
-        self._stuck.discard(preparation)
+        self._stuck.discard(work)
         if job.state is JobState.PREPARING:
             try:
-                self._begin(job, preparation)
+                self._begin(job, work)
             except Exception:
                 job.crash()
         self._offer()
 
-    def _begin(self, job: Job, preparation: Future[PreparedJob]) -> None:
-        error = preparation.exception()
+    def _begin(self, job: Job, work: Future[PreparedJob | Unsummarised]) -> None:
+        error = work.exception()
         if error is not None:
             job.reject(error)
             return
         try:
-            job.begin(self._engine, preparation.result())
+            match work.result():
+                case PreparedJob() as ready:
+                    self._keep_summary(ready)
+                    job.begin(self._engine, ready)
+                case Unsummarised(prepared, steps):
+                    job.summarise(self._engine, prepared, partial(self._prepare, job, steps))
+                    self._n_summaries += 1
         except (EngineBusy, EngineClosed) as refusal:
             logger.warning("lane %d goes back: %s", job.ref.lane_id, refusal)
             # Until the next beat: offering again at once would only bring the same lane again.
             self._engine_refused = True
             job.release()
+
+    def _keep_summary(self, ready: PreparedJob) -> None:
+        """Find it again when the next turn comes."""
+        if ready.digest is not None and ready.start.compaction is not None:
+            self._summaries.keep(ready.digest, ready.start.compaction.summary)
 
     def _fail_what_is_stuck(self) -> None:
         limit_s = self._config.preparation_timeout_s
@@ -264,8 +288,8 @@ class Worker:
             return
         # Its thread still takes of the machine, so its place stays taken until it ends.
         self._stuck.add(stuck)
-        for job, preparation in tuple(self._preparing.items()):
-            if preparation is stuck:
+        for job, work in tuple(self._preparing.items()):
+            if work is stuck:
                 logger.warning("lane %d was not prepared in %g s", job.ref.lane_id, limit_s)
                 job.refuse(deadline_passed(f"The request could not be prepared within {limit_s:g} seconds."))
 
@@ -376,9 +400,9 @@ class Worker:
     def _forget(self, job: Job) -> None:
         """A job has closed."""
         del self._jobs[job.ring, job.ref]
-        preparation = self._preparing.pop(job, None)
-        if preparation is not None:
-            preparation.cancel()
+        work = self._preparing.pop(job, None)
+        if work is not None:
+            work.cancel()
         if not self._jobs:
             self._idle.set()
         self._offer()

@@ -16,7 +16,10 @@ from llm_engine.generation import Delta, Failed, Finished, GenerateRequest, List
 from llm_engine.info import Capacity, EngineInfo
 from llm_engine.text import TextAssembler
 from llm_ingress.wire import End, Fail, Grant, Head, Heartbeat, Hello, LaneRef
+from llm_worker.engine import TextEngine
+from llm_worker.preparation import PreparedJob, advance, preparation
 from llm_worker.ring import RingListener
+from llm_worker.summaries import Summaries
 
 BYTES_PER_TOKEN = 3
 END_OF_GENERATION = 0
@@ -322,6 +325,13 @@ def chat_grant(text: str, *, lane_id: int = 1, **fields: Any) -> Grant:
         request_id=f"r{lane_id}",
         queued_ms=0.0,
     )
+
+
+def prepare(grant: Grant, engine: TextEngine, created: int) -> PreparedJob:
+    """A lane made ready that needs no summary."""
+    ready = advance(preparation(grant, engine, created, Summaries().recall))
+    assert isinstance(ready, PreparedJob)
+    return ready
 
 
 def next_claim(grant: Grant, progress: bytes) -> Grant:

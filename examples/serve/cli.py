@@ -43,6 +43,7 @@ from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Listener, ServingConfig, listen, serve
 from llm_worker.background import yield_to_decode
+from llm_worker.cli import add_compaction_flag
 from llm_worker.local import LocalRing
 from llm_worker.worker import Worker, WorkerConfig
 
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
+    add_compaction_flag(parser)
     add_public_flags(parser)
     add_history_flags(parser)
     add_session_ttl_flag(parser)
@@ -99,6 +101,7 @@ class _Settings:
     serving: ServingConfig
     public: PublicConfig
     gateway: GatewayConfig
+    worker: WorkerConfig
 
 
 def _settings(args: argparse.Namespace) -> _Settings:
@@ -107,6 +110,7 @@ def _settings(args: argparse.Namespace) -> _Settings:
         serving=serving_config(args),
         public=public_config(args),
         gateway=gateway_config(args),
+        worker=WorkerConfig(compaction=args.compaction),
     )
 
 
@@ -128,7 +132,7 @@ async def _run(settings: _Settings, listener: Listener, conversations: Conversat
     """Serve until the drain is over."""
     gateway = Gateway(settings.gateway)
     drain = Drain()
-    worker = Worker(engine, WorkerConfig(), [LocalRing(gateway)], on_fault=drain.fail)
+    worker = Worker(engine, settings.worker, [LocalRing(gateway)], on_fault=drain.fail)
     drain_on_signals(drain)
     if listener.tls is not None:
         reload_on_hangup([listener.tls])

@@ -8,6 +8,7 @@ refused by name: an answer that silently ignored it would be wrong.
 """
 
 import re
+from enum import StrEnum
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -67,6 +68,13 @@ class TemplateOptions(Struct, frozen=True):
     enable_thinking: bool | None = None
 
 
+class Truncation(StrEnum):
+    """What is done for a conversation that outgrew the context."""
+
+    AUTO = "auto"  # its older turns become a summary
+    DISABLED = "disabled"  # it is refused
+
+
 class ChatRequest(Struct, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions; the properties are what it means."""
 
@@ -93,6 +101,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     think: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     user: str | None = None
+    truncation: Truncation | None = None
 
     n: int | None = None
     logprobs: bool | None = None

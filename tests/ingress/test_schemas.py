@@ -66,6 +66,9 @@ def test_unknown_fields_are_ignored() -> None:
     [
         ("stream", "false", "invalid_type"),
         ("stream", 1, "invalid_type"),
+        ("truncation", "middle", "invalid_value"),
+        ("truncation", "", "invalid_value"),
+        ("truncation", True, "invalid_type"),
         ("temperature", "hot", "invalid_type"),
         ("temperature", True, "invalid_type"),
         ("temperature", -1, "invalid_value"),
@@ -159,6 +162,11 @@ def test_a_token_limit_is_an_upper_bound(field: str, value: Any, limit: int | No
 def test_the_newer_name_of_the_token_limit_wins() -> None:
     assert parse(max_tokens=5, max_completion_tokens=7).token_limit == 7
     assert parse(max_tokens=5, max_completion_tokens=None).token_limit == 5
+
+
+@pytest.mark.parametrize("truncation", ["auto", "disabled", None])
+def test_truncation_is_one_of_two_or_left_to_the_server(truncation: str | None) -> None:
+    assert parse(truncation=truncation).truncation == truncation
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])

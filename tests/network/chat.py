@@ -28,7 +28,7 @@ class Answer:
 
 
 class Chat:
-    """One answer on its way. Temperature 0 unless told otherwise."""
+    """One answer on its way. Temperature 0 unless told otherwise; `history` are turns before the prompt."""
 
     def __init__(self, stream: AsyncStream[ChatCompletionChunk]) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class Chat:
         """Ask; returns when the answer's head is there."""
         fields = {"model": MODEL, "temperature": 0, **fields}
         stream: AsyncStream[ChatCompletionChunk] = await sdk.chat.completions.create(
-            messages=[{"role": "user", "content": prompt}],
+            messages=[*fields.pop("history", ()), {"role": "user", "content": prompt}],
             stream=True,
             stream_options={"include_usage": True},
             **fields,

@@ -23,9 +23,9 @@ from llm_ingress.certs import CertificateFiles
 from llm_ingress.control import Control
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest, LaneState
 from llm_ingress.wire import Grant, LaneRef
-from llm_worker.preparation import prepare
 from llm_worker.progress import unpack
 from tests.certificates import Issued
+from tests.fakes import prepare
 from tests.network.fleet import MODEL, Fleet, Worker, until
 from tests.ring_network import controlled
 

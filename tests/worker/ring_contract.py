@@ -32,9 +32,9 @@ HEARTBEAT = Heartbeat(
 )
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
     """Let the event loop run until something is so, without keeping a core from the decode."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - of objects that have no event to wait for
             await asyncio.sleep(0.001)
 

@@ -27,7 +27,14 @@ CAPACITY = Heartbeat(
 CARD = ModelCard(name="m", aliases=("a",), file="m.gguf", n_params=1, n_ctx=10, fingerprint="f", created=1)
 RING = RingFacts(name="https://a:8444", is_attached=True, is_draining=False)
 WORKER = WorkerSnapshot(
-    name="gpu-1", model=CARD, capacity=CAPACITY, rings=(RING,), n_jobs=2, is_draining=False, has_failed=False
+    name="gpu-1",
+    model=CARD,
+    capacity=CAPACITY,
+    rings=(RING,),
+    n_jobs=2,
+    n_summaries=5,
+    is_draining=False,
+    has_failed=False,
 )
 SAMPLE = re.compile(r"(llm_worker_[a-z_]+) ([0-9.e+-]+)")
 
@@ -60,7 +67,7 @@ async def test_health_tells_capacity_model_and_every_ring() -> None:
         answer = await client.get("/health")
     assert answer.status_code == 200
     facts = answer.json()
-    assert (facts["status"], facts["name"], facts["jobs"]) == ("ok", "gpu-1", 2)
+    assert (facts["status"], facts["name"], facts["jobs"], facts["summaries"]) == ("ok", "gpu-1", 2, 5)
     assert (facts["max_inflight"], facts["available_slots"], facts["step_ms"]) == (4, 2, 12.5)
     assert facts["model"]["fingerprint"] == "f"
     assert facts["rings"] == [{"name": "https://a:8444", "is_attached": True, "is_draining": False}]
@@ -101,7 +108,8 @@ async def test_metrics_are_prometheus_text_with_one_sample_for_each_type() -> No
             helps.append(line.split()[2])
         elif line.startswith("# TYPE "):
             types.append(line.split()[2])
-            assert line.split()[3] == "gauge"
+            is_count = types[-1].endswith("_total")
+            assert line.split()[3] == ("counter" if is_count else "gauge")
         else:
             match = SAMPLE.fullmatch(line)
             assert match is not None, line
@@ -110,6 +118,7 @@ async def test_metrics_are_prometheus_text_with_one_sample_for_each_type() -> No
     assert samples["llm_worker_slots"] == 4
     assert samples["llm_worker_step_seconds"] == 0.0125
     assert samples["llm_worker_attached_ingresses"] == 1
+    assert samples["llm_worker_summaries_total"] == 5
     assert samples["llm_worker_draining"] == 0
 
 

@@ -14,7 +14,6 @@ from llm_ingress.api.errors import ApiError
 from llm_ingress.wire import End, Fail, FinishReason, Grant, Head
 from llm_worker.errors import IllegalJobMove, ProgressError
 from llm_worker.job import Job, JobState
-from llm_worker.preparation import prepare
 from llm_worker.progress import unpack
 from tests.fakes import (
     Body,
@@ -24,6 +23,7 @@ from tests.fakes import (
     ScriptedRing,
     chat_grant,
     next_claim,
+    prepare,
     tokenise,
 )
 

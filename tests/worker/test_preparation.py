@@ -6,9 +6,9 @@ import pytest
 
 from llm_ingress.api.errors import ApiError
 from llm_worker.errors import ProgressError
-from llm_worker.preparation import PreparedJob, prepare
+from llm_worker.preparation import PreparedJob
 from llm_worker.progress import pack_start, pack_tokens
-from tests.fakes import FakeEngine, chat_grant, next_claim, tokenise
+from tests.fakes import FakeEngine, chat_grant, next_claim, prepare, tokenise
 
 ENGINE = FakeEngine()
 

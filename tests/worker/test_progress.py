@@ -1,11 +1,14 @@
 """Progress: whatever was packed is read back, and nothing else is read at all."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_engine.generation import StopReason
 from llm_ingress.records import Tally, tally
+from llm_worker.compaction import Compaction
 from llm_worker.errors import ProgressError
 from llm_worker.progress import (
     Finish,
@@ -30,6 +33,13 @@ def test_a_bare_start_is_read_back() -> None:
     assert progress.start == START
     assert progress.choice(0).tokens == []
     assert progress.choice(0).finish is None
+
+
+def test_a_start_after_compaction_says_what_stands_for_which_turns() -> None:
+    compaction = Compaction(n_older=5, summary="é " * 99, n_replaced=4, n_before=9, n_after=7, n_summaries=1)
+    start = replace(START, compaction=compaction)
+    assert unpack(pack_start(start)).start == start
+    assert tally(pack_start(start)) == Tally(START.n_prompt, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), TOKENS, st.text(max_size=200))))

@@ -15,9 +15,8 @@ from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest, LaneS
 from llm_ingress.wire import Fail, FinishReason, LaneRef, ModelCard
 from llm_worker.errors import WorkerConfigError
 from llm_worker.local import LocalRing
-from llm_worker.preparation import prepare
 from llm_worker.worker import STANDSTILL_S, Worker, WorkerConfig
-from tests.fakes import FakeEngine, Released, ScriptedLane, ScriptedRing, chat_grant
+from tests.fakes import FakeEngine, Released, ScriptedLane, ScriptedRing, chat_grant, prepare
 from tests.worker.ring_contract import until
 
 WAIT_S = 10
