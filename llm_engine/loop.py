@@ -18,6 +18,7 @@ from llm_engine.llama import Logits
 from llm_engine.sampling import argmax_rows
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ class StepStats:
     step_ms: float = 0.0  # smoothed
     ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
     tokens_per_second: float = 0.0  # smoothed
+    prompt_tokens_per_second: float = 0.0
+    kept: Kept
+    kv_promised_bytes: int = 0
 
 
 class Loop:
@@ -156,6 +160,9 @@ class Loop:
         return StepStats(
             n_admissible=self._n_admissible(self._scheduler.load()),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
+            kv_promised_bytes=self._scheduler.kv_promised_bytes,
+            prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
+            kept=self._scheduler.kept(),
         )
 
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
@@ -166,6 +173,9 @@ class Loop:
             n_decoding=load.n_decoding,
             n_admissible=self._n_admissible(load),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
+            kv_promised_bytes=self._scheduler.kv_promised_bytes,
+            prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
+            kept=self._scheduler.kept(),
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,
             tokens_per_second=_smooth(old.tokens_per_second, rate),

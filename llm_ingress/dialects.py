@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from llm_ingress.api.errors import ApiError
 from llm_ingress.api.schemas import parse_chat
+from llm_ingress.conversation import Conversation, conversation_of
+from llm_ingress.limits import AtCap
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,7 @@ class Asked:
 
     model: str
     user: str | None
+    conversation: Conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +26,23 @@ class Dialect:
     """One path's ways.
 
     `read` checks a body completely and returns what the ingress needs of it, or raises ApiError.
-    `error_event` is the last thing in a stream that fails after its first byte.
+    `error_event` is the last thing in a stream that fails after its first byte. `at_cap` is what becomes of a
+    request while a budget is spent.
     """
 
     read: Callable[[bytes], Asked]
     error_event: Callable[[ApiError], bytes]
+    at_cap: AtCap = AtCap.PARK
 
 
 def _read_chat(body: bytes) -> Asked:
     request = parse_chat(body)
-    return Asked(request.model, request.user)
+    conversation = conversation_of(
+        cache_key=request.prompt_cache_key,
+        conversation_id=request.conversation_id,
+        messages=[(turn["role"], turn["content"]) for turn in request.turns],
+    )
+    return Asked(request.model, request.user, conversation)
 
 
 def _sse_error(error: ApiError) -> bytes:

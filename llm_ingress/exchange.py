@@ -88,9 +88,10 @@ class Exchange:
             model=asked.model,
             request_id=call.request_id,
             tenant=self._tenancy.tenant_of(call.client_host, call.headers(FORWARDED_FOR), asked.user),
+            conversation=asked.conversation,
         )
         try:
-            return self._gateway.open_lane(request, self._on_change)
+            return self._gateway.open_lane(request, self._on_change, self._dialect.at_cap)
         except UnknownModel as error:
             raise api.model_not_found(error.model) from error
         except Refused as error:

@@ -72,6 +72,11 @@ class WorkerView:
         """The model it serves."""
         return self.hello.model
 
+    @property
+    def name(self) -> str:
+        """What it is called by every ingress."""
+        return self.identity or self.hello.worker
+
     def offer(self, n: int, seen: int) -> None:
         """Replace the credit: `n` lanes beyond the `seen` grants that had reached the worker when it offered.
 
@@ -127,6 +132,10 @@ class Leases:
         """Return the worker attached under an identity."""
         return next((worker for worker in self if worker.identity == identity), None)
 
+    def of_instance(self, instance_id: str) -> WorkerView | None:
+        """Return the worker that is this very process."""
+        return next((worker for worker in self if worker.hello.instance_id == instance_id), None)
+
     def attach(
         self, hello: Hello, link: WorkerLink, now: float, *, identity: str | None = None
     ) -> WorkerView:
@@ -151,14 +160,20 @@ class Leases:
         self._holders[lane.id] = worker
         return ref
 
-    def release(self, lane: Lane) -> None:
-        """Take a lane out of its worker's hands."""
+    def release(self, lane: Lane) -> WorkerView:
+        """Take a lane out of its worker's hands; return whose they were."""
         worker = self._holders.pop(lane.id)
         del worker.held[lane.id]
+        return worker
 
     def decline(self, lane: Lane) -> None:
         """Note that its worker could not serve a lane: not to offer it again before the next CREDIT."""
         self._holders[lane.id].declined.add(lane.id)
+
+    def has_credit(self, worker_id: int) -> bool:
+        """Whether an attached worker would take one more lane."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.credit > 0
 
     def holder_of(self, lane: Lane) -> WorkerView | None:
         """Return the worker that holds a lane."""

@@ -91,6 +91,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     think: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    conversation_id: str | None = None
 
     n: int | None = None
     logprobs: bool | None = None

@@ -1,5 +1,6 @@
 """Dispatch: whose turn it is, and which worker gets it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -7,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_ingress.dispatch import Dispatch, choose_worker
+from llm_ingress.dispatch import Dispatch
 from llm_ingress.lanes import Lane, LaneRequest
 from llm_ingress.leases import WorkerView
+from llm_ingress.limits import Budgets, Limits
 from llm_ingress.shares import Shares
 from llm_ingress.wire import Hello, ModelCard
 from tests.ingress.scripted_ring import NoLink, card
@@ -43,9 +45,25 @@ def dispatch(*cards: ModelCard) -> Dispatch:
     return made
 
 
+def limits(*workers: WorkerView) -> Limits:
+    """No budget that is spent, for these workers."""
+    made = Limits(Budgets())
+    for each in workers:
+        made.observe(each)
+    return made
+
+
+def pop_for(made: Dispatch, taker: WorkerView, now: float = 0.0) -> Lane | None:
+    return made.pop_for(taker, limits(taker), now)
+
+
+def choose(lane: Lane, workers: Sequence[WorkerView], now: float = 0.0) -> WorkerView | None:
+    return dispatch(card()).choose(lane, workers, limits(*workers), now)
+
+
 def drain(made: Dispatch, taker: WorkerView) -> list[Lane]:
     taken = []
-    while (lane := made.pop_for(taker)) is not None:
+    while (lane := pop_for(made, taker)) is not None:
         taken.append(lane)
     return taken
 
@@ -167,9 +185,9 @@ def test_a_declined_lane_is_not_offered_again_before_the_next_credit() -> None:
     made.put_back(lane)
     decliner = worker()
     decliner.declined.add(lane.id)
-    assert made.pop_for(decliner) is None
+    assert pop_for(made, decliner) is None
     decliner.offer(1, seen=0)
-    assert made.pop_for(decliner) is lane
+    assert pop_for(made, decliner) is lane
 
 
 @pytest.mark.parametrize(("attribute", "value"), [("credit", 0), ("is_draining", True), ("is_live", False)])
@@ -179,8 +197,8 @@ def test_a_worker_without_credit_or_draining_or_silent_gets_nothing(attribute: s
     made.park(lane)
     taker = worker()
     setattr(taker, attribute, value)
-    assert made.pop_for(taker) is None
-    assert choose_worker(lane, [taker]) is None
+    assert pop_for(made, taker) is None
+    assert choose(lane, [taker]) is None
 
 
 def test_lanes_wait_per_model() -> None:
@@ -195,15 +213,15 @@ def test_lanes_wait_per_model() -> None:
 def test_the_worker_with_most_room_is_chosen_and_of_equals_the_least_used() -> None:
     lane = waiting()
     roomy, tight = worker(credit=3), worker(credit=1)
-    assert choose_worker(lane, [tight, roomy]) is roomy
+    assert choose(lane, [tight, roomy]) is roomy
     used, unused = worker(credit=2, n_granted=5), worker(credit=2, n_granted=4)
-    assert choose_worker(lane, [used, unused]) is unused
+    assert choose(lane, [used, unused]) is unused
 
 
 def test_equal_workers_get_equal_shares() -> None:
     workers = [worker(credit=4), worker(credit=4)]
     for _ in range(100):
-        chosen = choose_worker(waiting(), workers)
+        chosen = choose(waiting(), workers)
         assert chosen is not None
         chosen.n_granted += 1  # the answer is quick: its credit is back at once
     assert [each.n_granted for each in workers] == [50, 50]
