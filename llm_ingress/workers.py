@@ -70,6 +70,7 @@ class WorkersSide:
         if is_stuck != worker.is_stuck:
             worker.is_stuck = is_stuck
             self._placement.watch_company(self._clock())
+            self._placement.serve_all()
         self._placement.weigh(worker)
 
     def draining(self, worker_id: int) -> None:
