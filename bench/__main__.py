@@ -4,7 +4,7 @@ import importlib
 import sys
 
 ENGINE = ("engine", "sampling", "http", "remote", "prefix")
-RING = ("relay", "ring", "claims", "fairness", "parked", "balance")
+RING = ("relay", "ring", "claims", "fairness", "parked", "balance", "admission")
 NAMES = (*ENGINE, *RING)
 
 

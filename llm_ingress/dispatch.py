@@ -31,6 +31,7 @@ by_admission = attrgetter("id")
 WAITS_MAX = 64
 # Of a worker's load: what its sessions count, and what its KV.
 SESSIONS_WEIGHT, KV_WEIGHT = 0.6, 0.4
+ONE_LANE = 1 + 1e-9  # however a part of a worker's slots is rounded
 
 
 def suits(worker: WorkerView, lane: Lane) -> bool:
@@ -65,7 +66,7 @@ def choose_worker(
     3. The least loaded; of several that with most room, and of these the least used so far.
     """
     least = min(map(_fullness, able), default=0.0)
-    level = [worker for worker in able if (_fullness(worker) - least) * worker.hello.max_inflight <= 1]  # 1
+    level = [worker for worker in able if _fullness(worker) - least <= ONE_LANE / worker.n_slots]  # 1
     if favourite in level:  # 2
         return favourite
     return min(level, key=lambda w: (load_of(w, budgets), -w.credit, w.n_granted), default=None)  # 3
@@ -92,7 +93,7 @@ def load_of(worker: WorkerView, budgets: Budgets) -> float:
 def _fullness(worker: WorkerView) -> float:
     """Its lanes, those of other ingresses too, by its slots."""
     of_all = worker.heartbeat.inflight if worker.heartbeat else 0
-    return max(len(worker.held), of_all) / max(1, worker.hello.max_inflight)
+    return max(len(worker.held), of_all) / worker.n_slots
 
 
 class ModelQueue:

@@ -73,6 +73,11 @@ class WorkerView:
         return self.hello.model
 
     @property
+    def n_slots(self) -> int:
+        """How many lanes it can have at once; nobody attaches who can have none, whatever it says."""
+        return max(1, self.hello.max_inflight)
+
+    @property
     def name(self) -> str:
         """What it is called by every ingress."""
         return self.identity or self.hello.worker
@@ -114,6 +119,7 @@ class Leases:
         self._timeout_s = timeout_s
         self._interval_s = interval_s
         self._workers: dict[int, WorkerView] = {}
+        self._instances: dict[str, WorkerView] = {}  # the newest of each
         self._holders: dict[int, WorkerView] = {}  # by lane id
         self._n_attached = 0
         self._scanned_at: float | None = None
@@ -134,7 +140,7 @@ class Leases:
 
     def of_instance(self, instance_id: str) -> WorkerView | None:
         """Return the worker that is this very process."""
-        return next((worker for worker in self if worker.hello.instance_id == instance_id), None)
+        return self._instances.get(instance_id)
 
     def attach(
         self, hello: Hello, link: WorkerLink, now: float, *, identity: str | None = None
@@ -142,13 +148,15 @@ class Leases:
         """Begin a worker's lease."""
         self._n_attached += 1
         worker = WorkerView(id=self._n_attached, hello=hello, link=link, heard_at=now, identity=identity)
-        self._workers[worker.id] = worker
+        self._workers[worker.id] = self._instances[hello.instance_id] = worker
         return worker
 
     def detach(self, worker_id: int) -> None:
         """Forget a worker that holds nothing any more."""
         worker = self._workers.pop(worker_id)
         assert not worker.held, f"worker {worker_id} still holds {len(worker.held)} lanes"
+        if self._instances.get(worker.hello.instance_id) is worker:
+            del self._instances[worker.hello.instance_id]
 
     def claim(self, worker: WorkerView, lane: Lane, now: float) -> LaneRef:
         """Give a waiting lane to a worker, at the price of one credit."""

@@ -185,7 +185,7 @@ class Limits:
         budgets = self.budgets
         if not worker.is_able:
             return _Standing.UNABLE
-        if len(worker.held) >= (budgets.decodes_per_worker or worker.hello.max_inflight):
+        if len(worker.held) >= (budgets.decodes_per_worker or worker.n_slots):
             return _Standing.DECODES_SPENT
         if kv_bytes >= budgets.kv_bytes_per_worker:
             return _Standing.KV_SPENT
@@ -249,7 +249,7 @@ class Limits:
 def _kv_bytes_of(worker: WorkerView) -> int:
     if worker.heartbeat is None or not worker.is_live:
         return 0
-    return worker.heartbeat.kv_promised_bytes
+    return max(0, worker.heartbeat.kv_promised_bytes)
 
 
 def _all_spent(standings: Counter[_Standing], *, is_known: bool) -> RefusalReason:

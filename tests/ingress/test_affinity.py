@@ -82,7 +82,8 @@ def test_what_is_forgotten_is_known_no_more() -> None:
 def test_the_table_is_bounded_and_remembers_the_last_of_what_it_has(
     noted: list[tuple[str, str, int]],
 ) -> None:
-    made, now, last = table(per_tenant=3, in_all=5), 0.0, {}
+    made, now = table(per_tenant=3, in_all=5), 0.0
+    last: dict[tuple[str, str], tuple[float, Holder]] = {}
     for tenant, name, passed_s in noted:
         now += passed_s
         made.note(tenant, key(name), Holder("i", len(last)), now)

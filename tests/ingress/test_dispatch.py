@@ -330,7 +330,8 @@ def test_an_unknown_conversation_goes_to_the_same_worker_by_whatever_ingress_it_
                 choose(of_conversation(f"{n}"), workers),
                 choose(of_conversation(f"{n}"), workers[::-1]),
             )
-            assert one is other is not None
+            assert one is not None
+            assert one is other
             chosen.add(one.name)
     assert chosen == {"a", "b", "c"}
 

@@ -1,6 +1,7 @@
 """Budgets: the sums are those of what there is, and each reason is given for what it names."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -225,5 +226,6 @@ def test_whatever_happens_the_sums_are_those_of_the_workers_there_are(
     ],
 )
 def test_a_budget_out_of_its_range_is_named(name: str, value: float, message: str) -> None:
+    budgets: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=message):
-        replace(ROOMY, **{name: value})
+        Budgets(**budgets)

@@ -1,12 +1,13 @@
 """Placement: conversations go back to who holds them, and lanes wait, or are refused, within the budgets."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from llm_ingress.conversation import Conversation
 from llm_ingress.errors import RefusalReason, Refused
-from llm_ingress.gateway import AtCap, Budgets, GatewayConfig, LaneState
+from llm_ingress.gateway import AtCap, Budgets, GatewayConfig, LaneState, OutcomeReason
 from llm_ingress.limits import MIB
 from llm_ingress.wire import End, FinishReason
 from tests.ingress.scripted_ring import Client, ScriptedRing, ScriptedWorker, card
@@ -16,7 +17,7 @@ RATE = 1000.0  # prompt tokens a second: what END stands for is worth one second
 ROOMY = Budgets()
 
 
-def config(*, at_cap: AtCap | None = None, **budgets: int | float) -> GatewayConfig:
+def config(*, at_cap: AtCap | None = None, **budgets: Any) -> GatewayConfig:
     return GatewayConfig(budgets=replace(ROOMY, **budgets), at_cap=at_cap)
 
 
@@ -42,6 +43,12 @@ def holder_of(client: Client, *workers: ScriptedWorker) -> ScriptedWorker:
     """The worker that holds a client's lane."""
     (holder,) = (worker for worker in workers if client.lane.ref in worker.held)
     return holder
+
+
+def waits(client: Client) -> bool:
+    """Whether no worker has been granted a client's lane yet."""
+    assert client.lane.state in (LaneState.WAITING, LaneState.CLAIMED)
+    return client.lane.state is LaneState.WAITING
 
 
 def answer(worker: ScriptedWorker, client: Client, end: End = END) -> None:
@@ -102,7 +109,7 @@ def test_it_waits_for_its_holder_as_long_as_computing_it_anew_would_take_then_go
     behind = ring.client()
     assert holder_of(behind, *workers) is away
     ring.wait(0.5, *workers)
-    assert client.lane.state is LaneState.WAITING
+    assert waits(client)
     ring.wait(0.5, *workers)
     assert holder_of(client, *workers) is away
 
@@ -128,7 +135,7 @@ def test_it_waits_two_seconds_at_most() -> None:
     holder.offer(0)
     client = ring.client(conversation=key("k"))
     ring.wait(1.5, *workers)
-    assert client.lane.state is LaneState.WAITING
+    assert waits(client)
     ring.wait(0.5, *workers)
     assert holder_of(client, *workers) is other(holder, *workers)
 
@@ -141,7 +148,7 @@ def test_whose_holder_is_not_to_be_counted_on_goes_anywhere_at_once(loss: str) -
     away = other(holder, *workers)
     holder.offer(0)
     client = ring.client(conversation=key("k"))
-    assert client.lane.state is LaneState.WAITING
+    assert waits(client)
     match loss:
         case "drains":
             holder.drain_itself()
@@ -238,7 +245,7 @@ def test_a_lane_that_comes_back_is_placed_again_before_others_that_wait_for_a_de
     holder = holder_of(first, *workers)
     holder.die()
     assert holder_of(first, *workers) is other(holder, *workers)
-    assert second.lane.state is LaneState.WAITING
+    assert waits(second)
 
 
 def test_over_the_decodes_of_a_worker_another_is_chosen() -> None:
@@ -258,10 +265,10 @@ def test_kv_over_its_budget_is_waited_for() -> None:
     second.kv_promised_bytes = 40 * MIB
     second.beat()
     client = ring.client()
-    assert client.lane.state is LaneState.WAITING
+    assert waits(client)
     first.kv_promised_bytes = 0
     first.beat()
-    assert client.lane.state is LaneState.CLAIMED
+    assert not waits(client)
     assert ring.gateway.snapshot().budgets.kv_promised_bytes == 40 * MIB
 
 
@@ -270,13 +277,13 @@ def test_a_new_session_waits_until_another_expires_and_what_is_none_goes_on() ->
     workers = pair(ring)
     converse(ring, session("a"), *workers)
     new = ring.client(conversation=session("b"))
-    assert new.lane.state is LaneState.WAITING
+    assert waits(new)
     for conversation in (session("a"), key("b"), None):
-        assert ring.client(conversation=conversation).lane.state is LaneState.CLAIMED
+        assert not waits(ring.client(conversation=conversation))
     ring.wait(19.5, *workers)
-    assert new.lane.state is LaneState.WAITING
+    assert waits(new)
     ring.wait(0.5, *workers)
-    assert new.lane.state is LaneState.CLAIMED
+    assert not waits(new)
 
 
 def test_a_session_that_is_forgotten_makes_room_for_another() -> None:
@@ -284,7 +291,7 @@ def test_a_session_that_is_forgotten_makes_room_for_another() -> None:
     workers = pair(ring)
     converse(ring, session("a"), *workers)
     ring.gateway.forget(ring.client(conversation=session("a")).request)
-    assert ring.client(conversation=session("b")).lane.state is LaneState.CLAIMED
+    assert not waits(ring.client(conversation=session("b")))
 
 
 def test_what_waited_too_long_for_a_budget_is_refused_as_any_other() -> None:
@@ -294,7 +301,7 @@ def test_what_waited_too_long_for_a_budget_is_refused_as_any_other() -> None:
     client = ring.client()
     ring.wait(60, *workers)
     assert client.lane.outcome is not None
-    assert client.lane.outcome.reason == RefusalReason.QUEUE_TIMEOUT
+    assert client.lane.outcome.reason is OutcomeReason.QUEUE_TIMEOUT
 
 
 def refused(ring: ScriptedRing, conversation: Conversation | None = None) -> RefusalReason:
@@ -346,7 +353,7 @@ def test_the_operator_may_say_what_becomes_of_all(at_cap: AtCap) -> None:
     ring.client()
     for asked in AtCap:
         if at_cap is AtCap.PARK:
-            assert ring.client(at_cap=asked).lane.state is LaneState.WAITING
+            assert waits(ring.client(at_cap=asked))
         else:
             with pytest.raises(Refused):
                 ring.client(at_cap=asked)
