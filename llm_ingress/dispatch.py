@@ -21,7 +21,7 @@ from operator import attrgetter
 from llm_ingress.affinity import weight_of
 from llm_ingress.lanes import Lane
 from llm_ingress.leases import WorkerView
-from llm_ingress.limits import Budgets, Limits, session_of
+from llm_ingress.limits import Budgets, Limits, Session, session_of
 from llm_ingress.shares import Shares
 from llm_ingress.wire import ModelCard
 
@@ -88,6 +88,10 @@ def load_of(worker: WorkerView, budgets: Budgets) -> float:
         return 0.0
     sessions = beat.sessions / budgets.sessions_per_worker
     return SESSIONS_WEIGHT * sessions + KV_WEIGHT * beat.kv_bytes / budgets.kv_bytes_per_worker
+
+
+def _session_of(lane: Lane) -> Session | None:
+    return session_of(lane.request.tenant, lane.request.conversation)
 
 
 def _fullness(worker: WorkerView) -> float:
@@ -166,7 +170,7 @@ class ModelQueue:
         self._waits.pop(lane.id, None)
 
     def _may_go(self, worker: WorkerView, limits: Limits, now: float, lane: Lane) -> bool:
-        if not (can_take(worker, lane) and limits.admits(worker, session_of(lane.request))):
+        if not (can_take(worker, lane) and limits.admits(worker, _session_of(lane))):
             return False
         return is_held_by(lane, worker) or not self.waits(lane, now)
 
@@ -249,7 +253,7 @@ class Dispatch:
     ) -> WorkerView | None:
         """Return the worker to grant a lane to at once: who holds its conversation, or any when it need not
         wait for that one; None if it is to wait."""
-        queue, session = self._queues[lane.model], session_of(lane.request)
+        queue, session = self._queues[lane.model], _session_of(lane)
         able = [w for w in workers if can_take(w, lane) and limits.has_room(w) and limits.admits(w, session)]
         chosen = next((worker for worker in able if is_held_by(lane, worker)), None)
         if chosen is None and able and not queue.waits(lane, now):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from llm_ingress.bounds import GatewayConfig, overdue
+from llm_ingress.conversation import Conversation
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.lanes import Lane, LaneRequest, LaneState, Outcome, OutcomeReason
 from llm_ingress.leases import WorkerLink
@@ -120,20 +121,21 @@ class Gateway:
             self._placement.end(lane, outcome)
         lane.take()
 
-    def forget(self, request: LaneRequest) -> None:
-        """Forget who holds the conversation of a request, and count its session no more."""
+    def forget(self, tenant: str, conversation: Conversation) -> None:
+        """Forget who holds a conversation that goes by a key, and count its session no more."""
         placement = self._placement
-        session = session_of(request)
+        placement.affinity.forget(tenant, conversation)
+        session = session_of(tenant, conversation)
         if session is not None:
             placement.limits.sessions.end(session)
-        if request.conversation is not None:
-            placement.affinity.forget(request.tenant, request.conversation)
 
     def spent(self, request: LaneRequest, model: str, now: float) -> RefusalReason | None:
         """Return which budget keeps a request from being granted now; None if none does."""
         placement = self._placement
         is_known = placement.preference_of(request, model, now) is not None
-        return placement.limits.spent(model, session_of(request), is_known=is_known)
+        return placement.limits.spent(
+            model, session_of(request.tenant, request.conversation), is_known=is_known
+        )
 
     def _admit(self, request: LaneRequest, at_cap: AtCap, now: float) -> str:
         """Return the canonical name of the model if a lane may be opened, with a place free for it."""

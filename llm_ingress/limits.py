@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from llm_ingress.conversation import Conversation
 from llm_ingress.errors import ConfigError, RefusalReason
-from llm_ingress.lanes import LaneRequest
 from llm_ingress.leases import WorkerView
 
 MIB = 1024 * 1024
@@ -81,12 +81,11 @@ class Session(NamedTuple):
     digest: bytes
 
 
-def session_of(request: LaneRequest) -> Session | None:
-    """Return the session a request belongs to; None if its conversation has no name."""
-    conversation = request.conversation
+def session_of(tenant: str, conversation: Conversation | None) -> Session | None:
+    """Return the session a conversation of a tenant is; None if it has no name."""
     if conversation is None or conversation.session is None:
         return None
-    return Session(request.tenant, conversation.session)
+    return Session(tenant, conversation.session)
 
 
 class _Standing(StrEnum):

@@ -110,7 +110,7 @@ class Placement:
         self._use_session(lane, worker, now)
 
     def _use_session(self, lane: Lane, worker: WorkerView, now: float) -> None:
-        session = session_of(lane.request)
+        session = session_of(lane.request.tenant, lane.request.conversation)
         if session is not None:
             self.limits.sessions.use(session, worker.name, now)
 

@@ -70,7 +70,7 @@ class Client:
         self.n_changes = 0
         self.received = b""
         self._gateway = ring.gateway
-        self.request = LaneRequest(
+        request = LaneRequest(
             path="/v1/chat/completions",
             body=body,
             model=model,
@@ -78,7 +78,7 @@ class Client:
             tenant=tenant,
             conversation=conversation,
         )
-        self.lane: Lane = ring.gateway.open_lane(self.request, self._on_change, at_cap)
+        self.lane: Lane = ring.gateway.open_lane(request, self._on_change, at_cap)
 
     def _on_change(self) -> None:
         self.n_changes += 1

@@ -91,7 +91,7 @@ def test_a_conversation_stays_where_it_went_though_another_is_its_favourite() ->
     ring = ScriptedRing()
     workers = pair(ring)
     favourite = converse(ring, key("k"), *workers)
-    ring.gateway.forget(ring.client(conversation=key("k")).request)
+    ring.gateway.forget("t", key("k"))
     away = other(favourite, *workers)
     favourite.offer(0)
     assert converse(ring, key("k"), *workers) is away
@@ -290,7 +290,7 @@ def test_a_session_that_is_forgotten_makes_room_for_another() -> None:
     ring = ScriptedRing(config(sessions=1, at_cap=AtCap.REFUSE))
     workers = pair(ring)
     converse(ring, session("a"), *workers)
-    ring.gateway.forget(ring.client(conversation=session("a")).request)
+    ring.gateway.forget("t", session("a"))
     assert not waits(ring.client(conversation=session("b")))
 
 
