@@ -47,9 +47,9 @@ class Affinity:
     def __init__(
         self, *, ttl_s: float, per_tenant: int = ENTRIES_PER_TENANT, in_all: int = ENTRIES_IN_ALL
     ) -> None:
-        self.n_known = 0
-        self.n_had_room = 0
-        self.n_returned = 0
+        self._n_known = 0
+        self._n_had_room = 0
+        self._n_returned = 0
         self._ttl_s = ttl_s
         self._per_tenant = per_tenant
         self._in_all = in_all
@@ -64,8 +64,20 @@ class Affinity:
     def facts(self) -> AffinityFacts:
         """What to tell of it."""
         return AffinityFacts(
-            entries=self._n_entries, known=self.n_known, had_room=self.n_had_room, returned=self.n_returned
+            entries=self._n_entries,
+            known=self._n_known,
+            had_room=self._n_had_room,
+            returned=self._n_returned,
         )
+
+    def count_turn(self, *, has_room: bool) -> None:
+        """Count a turn whose holder is there."""
+        self._n_known += 1
+        self._n_had_room += has_room
+
+    def count_return(self) -> None:
+        """Count a turn that has gone to its holder."""
+        self._n_returned += 1
 
     def holder_of(self, tenant: str, conversation: Conversation, now: float) -> Holder | None:
         """Return who holds the longest beginning that is known."""

@@ -37,8 +37,7 @@ class Placement:
         """Grant a fresh lane at once if a worker has room, else park it."""
         lane.preference = self.preference_of(lane.request, lane.model, now)
         if lane.preference is not None:
-            self.affinity.n_known += 1
-            self.affinity.n_had_room += self.leases.has_credit(lane.preference.worker_id)
+            self.affinity.count_turn(has_room=self.leases.has_credit(lane.preference.worker_id))
         if not self._grant_at_once(lane, now):
             self.dispatch.park(lane)
             self._watch(lane, now)
@@ -71,7 +70,8 @@ class Placement:
     def _grant(self, worker: WorkerView, lane: Lane, now: float) -> None:
         limit_s = self.config.request_timeout_s
         request = lane.request
-        self.affinity.n_returned += lane.claim == 0 and is_held_by(lane, worker)
+        if lane.claim == 0 and is_held_by(lane, worker):
+            self.affinity.count_return()
         self._use_session(lane, worker, now)
         worker.link.grant(
             Grant(
@@ -119,6 +119,8 @@ class Placement:
         self.limits.sessions.expire(now)
         for worker in self.leases:
             self.limits.observe(worker)
+
+    # Lanes end.
 
     def end(self, lane: Lane, outcome: Outcome) -> None:
         """End a lane from this side; whoever holds it is told to drop it."""
@@ -178,6 +180,7 @@ class Placement:
         now = self.clock()
         lane.wait_again(now)
         self.limits.observe(self.leases.release(lane))
+        lane.preference = self.preference_of(lane.request, lane.model, now)
         if not self._grant_at_once(lane, now):
             self.dispatch.put_back(lane)
             self._watch(lane, now)
