@@ -8,8 +8,8 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from llm_engine.backend import Backend
 from llm_engine.budget import Budget, Load
@@ -49,19 +49,18 @@ class Close:
 Command: TypeAlias = Start | Cancel | SetPaused | Close
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
+class StepStats(NamedTuple):
     """How the last steps went; published after each for any thread to read."""
 
-    n_decoding: int = 0
     n_admissible: int  # sequences that may be in the engine before more would slow the step too far
-    kv_promised_tokens: int = 0
+    kv_promised_tokens: int
+    kv_promised_bytes: int
+    prompt_tokens_per_second: float
+    kept: Kept
+    n_decoding: int = 0
     step_ms: float = 0.0  # smoothed
     ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
     tokens_per_second: float = 0.0  # smoothed
-    prompt_tokens_per_second: float = 0.0
-    kept: Kept
-    kv_promised_bytes: int = 0
 
 
 class Loop:
@@ -96,7 +95,7 @@ class Loop:
                 self._set_stats(self._idle_stats())
                 command = self.commands.get()
                 # A first step that never ends is told by its age, as any other.
-                self.stats = replace(self.stats, ended_at=self._clock())
+                self.stats = self.stats._replace(ended_at=self._clock())
                 self._deliver(self._apply(command))
 
     def end(self) -> None:
