@@ -5,7 +5,7 @@ import sys
 
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
 ENGINE = ("engine", "sampling", "step-target", "remote", "prefix")
-RING = ("relay", "ring", "claims", "fairness", "parked", "balance")
+RING = ("relay", "ring", "claims", "fairness", "parked", "balance", "admission")
 NAMES = (*SERVERS, *ENGINE, *RING, "random-model")
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from bench.fleet import port_in_line
+from bench.fleet import NO_BUDGET, port_in_line
 from bench.sources import MODEL, Load
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.pki import Period, parse_names
@@ -46,7 +46,7 @@ class Attached:
 def attached(folder: Path, work: Callable[[Connection, Path, int], None], *, tls: bool) -> Iterator[Attached]:
     """Start an ingress with certificates of `folder`, and a worker that does `work`; end both."""
     command = [sys.executable, "-m", "llm_ingress.cli", "--port", "0", "--control-bind", "127.0.0.1:0"]
-    command += ["--pki", str(folder / "pki"), "--ring-streams", str(MAX_STREAMS)]
+    command += ["--pki", str(folder / "pki"), "--ring-streams", str(MAX_STREAMS), *NO_BUDGET]
     command += ["--heartbeat-timeout", str(_PATIENCE_S)]
     if tls:
         command += ["--tls-cert", str(folder / "pki/cert.pem"), "--tls-key", str(folder / "pki/key.pem")]

@@ -58,7 +58,7 @@ bench engine 80 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$BATCHES"
 
 # Both servers with equal flags, one of them at work at a time.
 "$PYTHON" -m llm_serve.cli --model "$model" --port 8091 --n-gpu-layers "$GPU_LAYERS" --max-inflight "$SLOTS" \
-  --ctx-size "$CTX_SIZE" --batch-size "$BATCH_SIZE" --flash-attn on --ring-streams 1024 \
+  --ctx-size "$CTX_SIZE" --batch-size "$BATCH_SIZE" --flash-attn on --ring-streams 1024 --max-in-flight-decodes 1024 \
   > "$results/llm-serve.log" 2>&1 & servers+=($!)
 "$folder/llama-server" -m "$model" --port 8092 -ngl "$layers" -np "$SLOTS" -c $((SLOTS * CTX_SIZE)) \
   -b "$BATCH_SIZE" -ub "$BATCH_SIZE" -fa on --jinja > "$results/llama-server.log" 2>&1 & servers+=($!)

@@ -16,7 +16,7 @@ from bench.report import print_table, write_json
 from bench.sources import Load, obey
 from bench.streams import Subject
 from llm_ingress.draining import Drain
-from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.gateway import Budgets, Gateway, GatewayConfig
 from llm_ingress.public import Public
 from llm_ingress.serving import ServingConfig, listen, serve
 from llm_ingress.wire import Grant, Hello, LaneRef
@@ -94,7 +94,8 @@ def _server(parent: Connection) -> None:
 
 
 async def _serve(parent: Connection) -> None:
-    gateway = Gateway(GatewayConfig(ring_streams=MAX_STREAMS, heartbeat_timeout_s=3600))
+    budgets = Budgets(decodes=MAX_STREAMS)
+    gateway = Gateway(GatewayConfig(ring_streams=MAX_STREAMS, heartbeat_timeout_s=3600, budgets=budgets))
     config = ServingConfig(port=0)
     listener = listen(config)
     drain = Drain()

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.fleet import DAYS, SERVER_NAME, ingress, port_in_line
+from bench.fleet import DAYS, NO_BUDGET, SERVER_NAME, ingress, port_in_line
 from llm_ingress.pki import Period, parse_names
 from llm_ingress.pki_folder import init, issue_worker
 
@@ -23,7 +23,7 @@ LOAD_S = 60.0
 def llm_serve(model: str, n: int) -> Iterator[int]:
     """llm-serve in a process of its own, with a slot for every client; its port."""
     command = [sys.executable, "-m", "llm_serve.cli", "--port", "0", *_engine_flags(model, n)]
-    command += ["--ring-streams", str(2 * n)]
+    command += ["--ring-streams", str(2 * n), *NO_BUDGET]
     with _running(command, stdout=subprocess.PIPE) as process:
         yield port_in_line(process)
 

@@ -69,6 +69,10 @@ class TimedEngine:
             step_age_s=0.0,
             kv_promised_tokens=0,
             tokens_per_second=0.0,
+            prompt_tokens_per_second=0.0,
+            n_sessions=n_running,
+            kv_bytes=0,
+            kv_promised_bytes=0,
         )
 
     def watch(self, _on_change: Callable[[], None], /) -> None:

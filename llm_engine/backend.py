@@ -16,7 +16,7 @@ from llm_engine.hostcache import KvState
 from llm_engine.model import Model
 from llm_engine.prefix import Trim
 from llm_engine.scheduler import Plan
-from llm_engine.slots import Cells
+from llm_engine.slots import Cells, KvCost
 
 
 class Backend(Cells, Protocol):
@@ -40,6 +40,7 @@ class LlamaBackend:
         self, model: Model, context: llama.ContextPointer, params: llama.ContextParams, fingerprint: str
     ) -> None:
         self.trim = _trim(model)
+        self.cost = KvCost(0, 0)  # measured once a token has been computed
         self._context = context
         self._fingerprint = fingerprint
         self._n_seq_max = params.n_seq_max
@@ -49,7 +50,7 @@ class LlamaBackend:
 
     @classmethod
     def create(cls, model: Model, params: llama.ContextParams, fingerprint: str) -> Self:
-        """Create the context and run one token through it, so that the weights are resident.
+        """Create the context and run two tokens through it, so that the weights are resident.
 
         `fingerprint` says which states fit: those of the same model in a context with the same settings.
         Raises: ModelError with llama.cpp's reason, if memory or these settings do not allow it.
@@ -124,9 +125,16 @@ class LlamaBackend:
         llama.synchronize(self._context)
 
     def _warm_up(self) -> None:
-        self._batch.append(0, 0, [0], wants_logits=True)
-        self._decode()
+        first, second = (self._n_bytes_after(position) for position in range(2))
+        self.cost = KvCost(2 * first - second, second - first)
         self.cut(0, 0)
+
+    def _n_bytes_after(self, position: int) -> int:
+        """Compute one more token of a sequence, and return what its KV then takes."""
+        self._batch.clear()
+        self._batch.append(0, position, [0], wants_logits=True)
+        self._decode()
+        return self.n_state_bytes(0, checkpoint=False)
 
 
 def _trim(model: Model) -> Trim:

@@ -71,6 +71,11 @@ class Budget:
             n += 1
         return n
 
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """How fast prompts are computed; 0 before anything was measured."""
+        return 1 / self._prompt_token_s if self._prompt_token_s else 0.0
+
     def prompt_tokens(self, load: Load) -> int:
         """Tokens of prompts that the next step may hold beside the sequences that decode."""
         room = self._batch_size - load.n_decoding

@@ -145,6 +145,10 @@ class Engine:
             step_age_s=time.monotonic() - stats.ended_at if stats.ended_at else 0.0,
             kv_promised_tokens=stats.kv_promised_tokens,
             tokens_per_second=stats.tokens_per_second,
+            prompt_tokens_per_second=stats.prompt_tokens_per_second,
+            n_sessions=stats.kept.n_sessions,
+            kv_bytes=stats.kept.n_bytes,
+            kv_promised_bytes=stats.kv_promised_bytes,
         )
 
     def watch(self, on_change: Callable[[], None]) -> None:

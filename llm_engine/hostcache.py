@@ -44,6 +44,7 @@ class HostCache:
         self._limit_bytes = limit_bytes
         self._saved: dict[Saved, None] = {}  # least recently used first
         self.n_bytes = 0
+        self.n_runs = 0
 
     @property
     def is_on(self) -> bool:
@@ -71,6 +72,7 @@ class HostCache:
         assert n_bytes <= self._limit_bytes, f"{n_bytes} bytes in a cache of {self._limit_bytes}"
         self._saved[saved] = None
         self.n_bytes = n_bytes
+        self.n_runs += not saved.state.is_checkpoint
 
     def touch(self, saved: Saved) -> None:
         """It is used now."""
@@ -82,3 +84,4 @@ class HostCache:
         if saved in self._saved:
             del self._saved[saved]
             self.n_bytes -= saved.state.n_bytes
+            self.n_runs -= not saved.state.is_checkpoint

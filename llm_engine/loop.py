@@ -18,6 +18,7 @@ from llm_engine.llama import Logits
 from llm_engine.sampling import argmax_rows
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class StepStats(NamedTuple):
 
     n_admissible: int  # sequences that may be in the engine before more would slow the step too far
     kv_promised_tokens: int
+    kv_promised_bytes: int
+    prompt_tokens_per_second: float
+    kept: Kept
     n_decoding: int = 0
     step_ms: float = 0.0  # smoothed
     ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
@@ -157,6 +161,9 @@ class Loop:
         return StepStats(
             n_admissible=self._n_admissible(self._scheduler.load()),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
+            kv_promised_bytes=self._scheduler.kv_promised_bytes,
+            prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
+            kept=self._scheduler.kept(),
         )
 
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
@@ -167,6 +174,9 @@ class Loop:
             n_decoding=load.n_decoding,
             n_admissible=self._n_admissible(load),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
+            kv_promised_bytes=self._scheduler.kv_promised_bytes,
+            prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
+            kept=self._scheduler.kept(),
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,
             tokens_per_second=_smooth(old.tokens_per_second, rate),

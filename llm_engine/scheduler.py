@@ -15,7 +15,7 @@ from llm_engine.budget import Load
 from llm_engine.errors import EngineError
 from llm_engine.generation import Delta, Event, Failed, StopReason
 from llm_engine.sequence import Sequence
-from llm_engine.slots import Slots
+from llm_engine.slots import Kept, Slots
 
 Addressed: TypeAlias = tuple[Hashable, Event]
 
@@ -133,6 +133,15 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         n_decoding = sum(s.is_decoding for s in active)
         return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
+
+    def kept(self) -> Kept:
+        """What is kept of conversations, whether they run or not."""
+        return self._slots.kept()
+
+    @property
+    def kv_promised_bytes(self) -> int:
+        """What running sequences hold or may still fill."""
+        return self._slots.n_bytes_of(self.n_running, self.kv_promised_tokens)
 
     @property
     def n_running(self) -> int:

@@ -23,6 +23,26 @@ from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Run, Trim, count_co
 from llm_engine.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """What the KV of a sequence takes: as much for each, and for each of its tokens."""
+
+    sequence_bytes: int
+    token_bytes: int
+
+    def of(self, n_sequences: int, n_tokens: int) -> int:
+        """Return the bytes of so many sequences with so many tokens together."""
+        return n_sequences * self.sequence_bytes + n_tokens * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The conversations whose KV is there, in the context or in host memory, and what it takes."""
+
+    n_sessions: int
+    n_bytes: int
+
+
 class Cells(Protocol):
     """What can be done with the cells of a context. All of it happens at once.
 
@@ -31,6 +51,8 @@ class Cells(Protocol):
 
     @property
     def trim(self) -> Trim: ...
+    @property
+    def cost(self) -> KvCost: ...
     def n_state_bytes(self, slot: int, *, checkpoint: bool) -> int: ...
     def fetch(self, slot: int, *, checkpoint: bool) -> KvState: ...
     def restore(self, slot: int, state: KvState) -> None: ...
@@ -105,6 +127,16 @@ class Slots:
     @property
     def has_free(self) -> bool:
         return len(self._held) < len(self._slots)
+
+    def kept(self) -> Kept:
+        """Return what is kept now, running or not; what is worth nothing is no conversation."""
+        runs = [slot.run for slot in self._slots if slot.holder or slot.run.n_cells >= WORTH_TOKENS]
+        n_bytes = self._cells.cost.of(len(runs), sum(run.n_cells for run in runs))
+        return Kept(len(runs) + self._host.n_runs, n_bytes + self._host.n_bytes)
+
+    def n_bytes_of(self, n_sequences: int, n_tokens: int) -> int:
+        """Return what the KV of so many sequences with so many tokens together takes."""
+        return self._cells.cost.of(n_sequences, n_tokens)
 
     # -- a sequence's way --
 

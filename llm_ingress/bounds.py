@@ -4,10 +4,11 @@ Pure: `overdue` says how a lane ends that is past one of its limits of time, `ho
 further claim would help; `gateway.py` and `placement.py` ask, and end it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llm_ingress.errors import ConfigError
 from llm_ingress.lanes import Lane, LaneState, Outcome, OutcomeReason
+from llm_ingress.limits import AtCap, Budgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class GatewayConfig:
     claim_timeout_s: float = 60.0  # between two words of a worker about a lane it holds
     max_attempts: int = 3
     no_worker_timeout_s: float = 10.0
+    affinity_wait_s: float = 2.0  # at most, for the worker that holds a conversation
+    budgets: Budgets = field(default_factory=Budgets)
+    at_cap: AtCap | None = None  # whatever path a request came by
 
     def __post_init__(self) -> None:
         for name in ("ring_streams", "response_buffer_bytes", "max_attempts"):
@@ -42,6 +46,8 @@ class GatewayConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}, must be more than 0")
+        if not self.affinity_wait_s >= 0:
+            raise ConfigError(f"affinity_wait_s is {self.affinity_wait_s}, must not be negative")
         for name in ("heartbeat_timeout_s", "claim_timeout_s"):
             value = getattr(self, name)
             if not value > self.heartbeat_interval_s:

@@ -27,7 +27,7 @@ from llm_ingress.draining import Drain
 from llm_ingress.endpoint import parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.frames import MAX_LANE_BYTES
-from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.gateway import AtCap, Budgets, Gateway, GatewayConfig
 from llm_ingress.history import HistoryConfig
 from llm_ingress.history_file import HistoryFile
 from llm_ingress.public import Public, PublicConfig
@@ -274,6 +274,51 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         help="times a request may lose its worker, then 502 (default: %(default)s)",
     )
     _add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
+    _add_budget_flags(parser)
+
+
+def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("conversations and budgets")
+    budgets = Budgets()
+    group.add_argument(
+        "--affinity-wait-ms",
+        type=float,
+        default=1000 * GatewayConfig().affinity_wait_s,
+        metavar="MS",
+        help="a request waits at most this long for the worker that holds its conversation, and no longer"
+        " than computing that anew would take (default: %(default)g)",
+    )
+    _add_budget(group, "--max-sessions", budgets.sessions, "sessions: conversations with a conversation_id")
+    _add_budget(group, "--max-sessions-per-worker", budgets.sessions_per_worker, "sessions of one worker")
+    _add_budget(group, "--max-kv-mib", budgets.kv_mib, "KV of running requests in all, MiB")
+    _add_budget(group, "--max-kv-mib-per-worker", budgets.kv_mib_per_worker, "KV of those of one worker, MiB")
+    _add_budget(
+        group,
+        "--max-in-flight-decodes",
+        os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.decodes,
+        "requests with workers at once; environment: MAX_IN_FLIGHT_DECODES",
+    )
+    group.add_argument(
+        "--max-in-flight-decodes-per-worker",
+        type=int,
+        default=os.environ.get("MAX_IN_FLIGHT_DECODES_PER_WORKER") or None,
+        metavar="N",
+        help="requests with one worker at once (default: its slots;"
+        " environment: MAX_IN_FLIGHT_DECODES_PER_WORKER)",
+    )
+    group.add_argument(
+        "--at-cap",
+        type=AtCap,
+        choices=tuple(AtCap),
+        help="what becomes of a request while one of these is spent: it waits, or gets 503 at once"
+        " (default: park on /v1, refuse on /coordinator)",
+    )
+
+
+def _add_budget(group: "argparse._ArgumentGroup", flag: str, default: int | str, help_text: str) -> None:
+    group.add_argument(
+        flag, type=int, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
+    )
 
 
 def add_history_flags(parser: argparse.ArgumentParser) -> None:
@@ -360,6 +405,16 @@ def gateway_config(args: argparse.Namespace) -> GatewayConfig:
         stall_timeout_s=args.stall_timeout,
         no_worker_timeout_s=args.no_worker_timeout,
         max_attempts=args.max_attempts,
+        affinity_wait_s=args.affinity_wait_ms / 1000,
+        budgets=Budgets(
+            sessions=args.max_sessions,
+            sessions_per_worker=args.max_sessions_per_worker,
+            kv_mib=args.max_kv_mib,
+            kv_mib_per_worker=args.max_kv_mib_per_worker,
+            decodes=args.max_in_flight_decodes,
+            decodes_per_worker=args.max_in_flight_decodes_per_worker,
+        ),
+        at_cap=args.at_cap,
     )
 
 

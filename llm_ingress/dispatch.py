@@ -5,22 +5,33 @@ Owns: the order of the waiting lanes, and the names models go by. Decides, and a
 Called by: `placement.py`, which claims what is chosen here.
 
 Order within a model: lanes that come back from a worker first, oldest first; then tenants in turn, and first
-come first served within a tenant. Taking the next fresh lane costs the same however many wait.
+come first served within a tenant. A lane whose conversation a worker holds lets others pass it for a while,
+until that worker has room. Taking the next fresh lane costs the same however many wait; only new sessions
+without a budget are gone over one by one.
 """
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
+from llm_ingress.affinity import weight_of
 from llm_ingress.lanes import Lane
 from llm_ingress.leases import WorkerView
+from llm_ingress.limits import Budgets, Limits, Session, session_of
 from llm_ingress.shares import Shares
 from llm_ingress.wire import ModelCard
 
 by_admission = attrgetter("id")
+
+# Lanes of a model that wait for their holders while others have room: each of these has to be passed over.
+WAITS_MAX = 64
+# Of a worker's load: what its sessions count, and what its KV.
+SESSIONS_WEIGHT, KV_WEIGHT = 0.6, 0.4
+ONE_LANE = 1 + 1e-9  # however a part of a worker's slots is rounded
 
 
 def suits(worker: WorkerView, lane: Lane) -> bool:
@@ -40,10 +51,53 @@ def can_take(worker: WorkerView, lane: Lane) -> bool:
     return worker.credit > 0 and lane.id not in worker.declined and suits(worker, lane)
 
 
-def choose_worker(lane: Lane, workers: Iterable[WorkerView]) -> WorkerView | None:
-    """Return the worker to grant a lane to: the one with most room, of several the least used so far."""
-    able = [worker for worker in workers if can_take(worker, lane)]
-    return max(able, key=lambda worker: (worker.credit, -worker.n_granted), default=None)
+def is_held_by(lane: Lane, worker: WorkerView) -> bool:
+    """Whether the worker has the conversation that a lane goes on with."""
+    return lane.preference is not None and lane.preference.worker_id == worker.id
+
+
+def choose_worker(
+    able: Sequence[WorkerView], favourite: WorkerView | None, budgets: Budgets
+) -> WorkerView | None:
+    """Return which of these to grant a lane to that none of them holds the conversation of.
+
+    1. None that is fuller than another by more than one lane.
+    2. The favourite of the conversation, so that its next turn finds it again by whatever ingress it comes.
+    3. The least loaded; of several that with most room, and of these the least used so far.
+    """
+    least = min(map(_fullness, able), default=0.0)
+    level = [worker for worker in able if _fullness(worker) - least <= ONE_LANE / worker.n_slots]  # 1
+    if favourite in level:  # 2
+        return favourite
+    return min(level, key=lambda w: (load_of(w, budgets), -w.credit, w.n_granted), default=None)  # 3
+
+
+def favourite_of(lane: Lane, workers: Iterable[WorkerView]) -> WorkerView | None:
+    """Return the worker that every ingress would give a conversation to, had it room."""
+    conversation = lane.request.conversation
+    if conversation is None:
+        return None
+    could = (worker for worker in workers if suits(worker, lane))
+    return max(could, key=lambda worker: weight_of(conversation.anchor, worker.name), default=None)
+
+
+def load_of(worker: WorkerView, budgets: Budgets) -> float:
+    """Return how much a worker keeps, by its own account: 1 where it is as much as one may."""
+    beat = worker.heartbeat
+    if beat is None:
+        return 0.0
+    sessions = beat.sessions / budgets.sessions_per_worker
+    return SESSIONS_WEIGHT * sessions + KV_WEIGHT * beat.kv_bytes / budgets.kv_bytes_per_worker
+
+
+def _session_of(lane: Lane) -> Session | None:
+    return session_of(lane.request.tenant, lane.request.conversation)
+
+
+def _fullness(worker: WorkerView) -> float:
+    """Its lanes, those of other ingresses too, by its slots."""
+    of_all = worker.heartbeat.inflight if worker.heartbeat else 0
+    return max(len(worker.held), of_all) / worker.n_slots
 
 
 class ModelQueue:
@@ -52,6 +106,7 @@ class ModelQueue:
     def __init__(self) -> None:
         self._returned: list[Lane] = []  # by admission
         self._tenants: OrderedDict[str, OrderedDict[int, Lane]] = OrderedDict()
+        self._waits: dict[int, float] = {}  # until when a lane waits for its holder, once others have room
 
     def __bool__(self) -> bool:
         """Whether any lane waits here."""
@@ -59,7 +114,7 @@ class ModelQueue:
 
     def __iter__(self) -> Iterator[Lane]:
         """Go over the waiting lanes, those that came back first."""
-        return chain(self._returned, *(lanes.values() for lanes in self._tenants.values()))
+        return chain(self._returned, self._fresh())
 
     def park(self, lane: Lane) -> None:
         """Append a fresh lane to its tenant's; a tenant that had none goes behind the others."""
@@ -71,6 +126,7 @@ class ModelQueue:
 
     def withdraw(self, lane: Lane) -> None:
         """Take a lane out."""
+        self._waits.pop(lane.id, None)
         place = bisect_left(self._returned, lane.id, key=by_admission)
         if place < len(self._returned) and self._returned[place] is lane:
             del self._returned[place]
@@ -86,21 +142,40 @@ class ModelQueue:
         lanes = self._tenants.get(tenant)
         return next(reversed(lanes.values())) if lanes else None
 
-    def pop_for(self, worker: WorkerView) -> Lane | None:
+    def pop_for(self, worker: WorkerView, limits: Limits, now: float) -> Lane | None:
         """Take out the lane whose turn it is among those this worker can take."""
-        for place, lane in enumerate(self._returned):
-            if can_take(worker, lane):
-                return self._returned.pop(place)
-        return self._pop_fresh() if self._tenants else None
-
-    def _pop_fresh(self) -> Lane:
-        tenant, lanes = next(iter(self._tenants.items()))
-        _, lane = lanes.popitem(last=False)
-        if lanes:
-            self._tenants.move_to_end(tenant)
-        else:
-            del self._tenants[tenant]
+        may_go = partial(self._may_go, worker, limits, now)
+        lane = next(filter(may_go, self._returned), None)
+        if lane is None:
+            lane = next(filter(may_go, self._fresh()), None)
+            if lane is not None:
+                self._tenants.move_to_end(lane.request.tenant)
+        if lane is not None:
+            self.withdraw(lane)
         return lane
+
+    def waits(self, lane: Lane, now: float) -> bool:
+        """Whether a lane waits for its holder yet; the first time that another has room, its wait begins."""
+        preference = lane.preference
+        if preference is None or not preference.wait_s:
+            return False
+        if lane.id not in self._waits:
+            if len(self._waits) >= WAITS_MAX:
+                return False
+            self._waits[lane.id] = now + preference.wait_s
+        return now < self._waits[lane.id]
+
+    def stop_waiting(self, lane: Lane) -> None:
+        """A lane goes to a worker, or has no holder to wait for any more."""
+        self._waits.pop(lane.id, None)
+
+    def _may_go(self, worker: WorkerView, limits: Limits, now: float, lane: Lane) -> bool:
+        if not (can_take(worker, lane) and limits.admits(worker, _session_of(lane))):
+            return False
+        return is_held_by(lane, worker) or not self.waits(lane, now)
+
+    def _fresh(self) -> Iterator[Lane]:
+        return chain.from_iterable(lanes.values() for lanes in self._tenants.values())
 
 
 class Dispatch:
@@ -156,6 +231,11 @@ class Dispatch:
         """Take a waiting lane out of its queue."""
         self._queues[lane.model].withdraw(lane)
 
+    def let_go(self, lane: Lane) -> None:
+        """Let a waiting lane go anywhere: who held its conversation is nobody to wait for any more."""
+        lane.preference = None
+        self._queues[lane.model].stop_waiting(lane)
+
     def gives_way(self, tenant: str, shares: Shares) -> Lane | None:
         """Return the waiting lane whose place one more lane of `tenant` should have; None if none should.
 
@@ -168,8 +248,23 @@ class Dispatch:
                 return max(lanes, key=by_admission)
         return None
 
-    def pop_for(self, worker: WorkerView) -> Lane | None:
-        """Take out the next lane for a worker; None if it has no credit or nothing it can take waits."""
-        if worker.credit == 0 or not worker.is_able:
+    def choose(
+        self, lane: Lane, workers: Sequence[WorkerView], limits: Limits, now: float
+    ) -> WorkerView | None:
+        """Return the worker to grant a lane to at once: who holds its conversation, or any when it need not
+        wait for that one; None if it is to wait."""
+        queue, session = self._queues[lane.model], _session_of(lane)
+        able = [w for w in workers if can_take(w, lane) and limits.has_room(w) and limits.admits(w, session)]
+        chosen = next((worker for worker in able if is_held_by(lane, worker)), None)
+        if chosen is None and able and not queue.waits(lane, now):
+            chosen = choose_worker(able, favourite_of(lane, workers), limits.budgets)
+        if chosen is not None:
+            queue.stop_waiting(lane)
+        return chosen
+
+    def pop_for(self, worker: WorkerView, limits: Limits, now: float) -> Lane | None:
+        """Take out the next lane for a worker; None if it has no room or nothing it can take waits."""
+        queue = self._queues[worker.card.name]
+        if worker.credit == 0 or not worker.is_able or not queue or not limits.has_room(worker):
             return None
-        return self._queues[worker.card.name].pop_for(worker)
+        return queue.pop_for(worker, limits, now)

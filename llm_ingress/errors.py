@@ -48,7 +48,13 @@ class RefusalReason(StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     DRAINING = "draining"
     NO_WORKERS = "no_workers"
+    # A budget is spent.
+    SYSTEM_IN_FLIGHT_DECODE_FULL = "system_in_flight_decode_full"
     SYSTEM_SESSIONS_FULL = "system_sessions_full"
+    SYSTEM_KV_CACHE_FULL = "system_kv_cache_full"
+    ALL_WORKERS_DECODE_BUSY = "all_workers_decode_busy"
+    WORKER_IN_FLIGHT_DECODE_FULL = "worker_in_flight_decode_full"
+    ALL_WORKERS_AT_CAPACITY = "all_workers_at_capacity"
 
 
 class Refused(IngressError):

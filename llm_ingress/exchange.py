@@ -114,8 +114,8 @@ class Exchange:
         tenant = self._tenancy.tenant_of(
             self._call.client_host, self._call.headers(FORWARDED_FOR), asked.user
         )
-        if asked.conversation_id is not None:
-            self._turn = await self._begin_turn(ConversationKey(tenant, asked.conversation_id), len(body))
+        if asked.session_id is not None:
+            self._turn = await self._begin_turn(ConversationKey(tenant, asked.session_id), len(body))
             body = self._turn.body(body)
         return self._open_lane(asked, tenant, body)
 
@@ -142,9 +142,10 @@ class Exchange:
             model=asked.model,
             request_id=self._call.request_id,
             tenant=tenant,
+            conversation=asked.conversation,
         )
         try:
-            self._lane = self._gateway.open_lane(request, self._on_change)
+            self._lane = self._gateway.open_lane(request, self._on_change, self._dialect.at_cap)
         except UnknownModel as error:
             raise api.model_not_found(error.model) from error
         except Refused as error:

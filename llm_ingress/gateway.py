@@ -11,15 +11,19 @@ import time
 from collections.abc import Callable, Mapping
 
 from llm_ingress.bounds import GatewayConfig, overdue
+from llm_ingress.conversation import Conversation
 from llm_ingress.errors import RefusalReason, Refused, UnknownModel
 from llm_ingress.lanes import Lane, LaneRequest, LaneState, Outcome, OutcomeReason
 from llm_ingress.leases import WorkerLink
+from llm_ingress.limits import AtCap, Budgets, session_of
 from llm_ingress.placement import Placement
 from llm_ingress.snapshot import GatewaySnapshot, WorkerSnapshot, snapshot_of
 from llm_ingress.wire import ModelCard
 from llm_ingress.workers import WorkersSide
 
 __all__ = [
+    "AtCap",
+    "Budgets",
     "Gateway",
     "GatewayConfig",
     "GatewaySnapshot",
@@ -38,7 +42,23 @@ RETRY_AFTER_S: Mapping[RefusalReason, int] = {
     RefusalReason.QUEUE_TIMEOUT: 5,
     RefusalReason.DRAINING: 5,
     RefusalReason.NO_WORKERS: 10,
-    RefusalReason.SYSTEM_SESSIONS_FULL: 10,
+    RefusalReason.SYSTEM_IN_FLIGHT_DECODE_FULL: 2,
+    RefusalReason.ALL_WORKERS_DECODE_BUSY: 2,
+    RefusalReason.WORKER_IN_FLIGHT_DECODE_FULL: 2,
+    RefusalReason.SYSTEM_KV_CACHE_FULL: 5,
+    RefusalReason.ALL_WORKERS_AT_CAPACITY: 5,
+    RefusalReason.SYSTEM_SESSIONS_FULL: 15,  # they end by expiring
+}
+_SPENT: Mapping[RefusalReason, str] = {
+    RefusalReason.NO_WORKERS: "no worker serves this model now",
+    RefusalReason.SYSTEM_IN_FLIGHT_DECODE_FULL: "as many requests are being answered as may be at once",
+    RefusalReason.ALL_WORKERS_DECODE_BUSY: "every worker answers as many requests as it may",
+    RefusalReason.WORKER_IN_FLIGHT_DECODE_FULL: (
+        "the worker of this conversation, as every other, answers as many requests as it may"
+    ),
+    RefusalReason.SYSTEM_KV_CACHE_FULL: "the KV of running requests is as large as it may become",
+    RefusalReason.ALL_WORKERS_AT_CAPACITY: "every worker has as many sessions, or as much KV, as it may",
+    RefusalReason.SYSTEM_SESSIONS_FULL: "there are as many sessions as may be at once",
 }
 
 # Looked at in one tick. More would hold up the event loop for longer than a refusal may take, so where more
@@ -64,18 +84,22 @@ class Gateway:
 
     # The clients' side.
 
-    def open_lane(self, request: LaneRequest, on_change: Callable[[], None]) -> Lane:
+    def open_lane(
+        self, request: LaneRequest, on_change: Callable[[], None], at_cap: AtCap = AtCap.PARK
+    ) -> Lane:
         """Admit a request, and grant it at once if a worker has room.
+
+        While a budget is spent it waits, or is refused, as `at_cap` says; `--at-cap` overrides that.
 
         `on_change` is called whenever the head, bytes or the end arrived; it must not call back in here.
 
         With every place taken, a tenant that has fewer than another gets one of that one's.
 
-        Raises: Refused while draining, before the first worker ever attached, or if no place is to be had;
-            UnknownModel if nobody ever served the model.
+        Raises: Refused while draining, before the first worker ever attached, if no place is to be had, or
+            over a budget; UnknownModel if nobody ever served the model.
         """
-        model = self._admit(request)
         now = self._clock()
+        model = self._admit(request, self.config.at_cap or at_cap, now)
         lane = self._placement.pool.open(request, model=model, on_change=on_change, now=now)
         self._placement.place(lane, now)
         return lane
@@ -97,7 +121,23 @@ class Gateway:
             self._placement.end(lane, outcome)
         lane.take()
 
-    def _admit(self, request: LaneRequest) -> str:
+    def forget(self, tenant: str, conversation: Conversation) -> None:
+        """Forget who holds a conversation that goes by a key, and count its session no more."""
+        placement = self._placement
+        placement.affinity.forget(tenant, conversation)
+        session = session_of(tenant, conversation)
+        if session is not None:
+            placement.limits.sessions.end(session)
+
+    def spent(self, request: LaneRequest, model: str, now: float) -> RefusalReason | None:
+        """Return which budget keeps a request from being granted now; None if none does."""
+        placement = self._placement
+        is_known = placement.preference_of(request, model, now) is not None
+        return placement.limits.spent(
+            model, session_of(request.tenant, request.conversation), is_known=is_known
+        )
+
+    def _admit(self, request: LaneRequest, at_cap: AtCap, now: float) -> str:
         """Return the canonical name of the model if a lane may be opened, with a place free for it."""
         if self._is_draining:
             raise self._refusal(RefusalReason.DRAINING, "the server is shutting down")
@@ -107,6 +147,9 @@ class Gateway:
         name = dispatch.name_of(request.model)
         if name is None:
             raise UnknownModel(request.model)
+        reason = self.spent(request, name, now) if at_cap is AtCap.REFUSE else None
+        if reason is not None:
+            raise self._refusal(reason, _SPENT[reason])
         if self._placement.pool.is_full and not self._displace_for(request.tenant):
             raise self._refusal(RefusalReason.RING_FULL, f"all {self.config.ring_streams} lanes are taken")
         return name
@@ -133,6 +176,8 @@ class Gateway:
         1. A worker silent past its lease is let go of; should it wake, it attaches anew.
         2. So is one that is not worth its connection.
         3. A lane past one of its limits ends, when its turn has come to be looked at.
+        4. A session that nobody used for long is counted no more, and a lane that has waited long enough for
+           who holds its conversation goes to any worker with room.
         """
         now = self._clock()
         placement, leases = self._placement, self._placement.leases
@@ -147,6 +192,8 @@ class Gateway:
             if outcome is not None:
                 placement.end(lane, outcome)
                 lane.on_change()
+        placement.expire_sessions(now)  # 4
+        placement.serve_all()
 
     def drain(self) -> None:
         """Refuse new lanes from now on; those open go on."""
@@ -200,4 +247,6 @@ class Gateway:
             dropped_frames=self.workers.n_dropped_frames,
             ring_streams=self.config.ring_streams,
             draining=self._is_draining,
+            affinity=self._placement.affinity.facts,
+            budgets=self._placement.limits.facts,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 
+from llm_ingress.conversation import Conversation
 from llm_ingress.errors import IllegalMove
 from llm_ingress.records import Tally, tally
 from llm_ingress.shares import Shares
@@ -74,6 +75,15 @@ class LaneRequest:
     model: str
     request_id: str
     tenant: str
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """The worker that holds a lane's conversation, by its id, and how long to wait for it to have room."""
+
+    worker_id: int
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +116,7 @@ class Lane:
     claim: int = 0  # of the newest grant
     attempts: int = 0  # claims lost by death or retryable failure
     fingerprint: str | None = None  # of the worker that last held it
+    preference: Preference | None = None
     progress: bytearray = field(default_factory=bytearray)
     alone_since: float | None = None  # waiting, and no worker there is could take it
     heard_at: float = 0.0  # when its holder last said something of it, or was given it, or let go on with it

@@ -70,6 +70,16 @@ class WorkerView:
         """The model it serves."""
         return self.hello.model
 
+    @property
+    def n_slots(self) -> int:
+        """How many lanes it can have at once; nobody attaches who can have none, whatever it says."""
+        return max(1, self.hello.max_inflight)
+
+    @property
+    def name(self) -> str:
+        """What it is called by every ingress."""
+        return self.identity or self.hello.worker
+
     def offer(self, n: int, seen: int) -> None:
         """Replace the credit: `n` lanes beyond the `seen` grants that had reached the worker when it offered.
 
@@ -107,6 +117,7 @@ class Leases:
         self._timeout_s = timeout_s
         self._interval_s = interval_s
         self._workers: dict[int, WorkerView] = {}
+        self._instances: dict[str, WorkerView] = {}  # the newest of each
         self._holders: dict[int, WorkerView] = {}  # by lane id
         self._n_attached = 0
         self._scanned_at: float | None = None
@@ -125,19 +136,25 @@ class Leases:
         """Return the worker attached under an identity."""
         return next((worker for worker in self if worker.identity == identity), None)
 
+    def of_instance(self, instance_id: str) -> WorkerView | None:
+        """Return the worker that is this very process."""
+        return self._instances.get(instance_id)
+
     def attach(
         self, hello: Hello, link: WorkerLink, now: float, *, identity: str | None = None
     ) -> WorkerView:
         """Begin a worker's lease."""
         self._n_attached += 1
         worker = WorkerView(id=self._n_attached, hello=hello, link=link, heard_at=now, identity=identity)
-        self._workers[worker.id] = worker
+        self._workers[worker.id] = self._instances[hello.instance_id] = worker
         return worker
 
     def detach(self, worker_id: int) -> None:
         """Forget a worker that holds nothing any more."""
         worker = self._workers.pop(worker_id)
         assert not worker.held, f"worker {worker_id} still holds {len(worker.held)} lanes"
+        if self._instances.get(worker.hello.instance_id) is worker:
+            del self._instances[worker.hello.instance_id]
 
     def claim(self, worker: WorkerView, lane: Lane, now: float) -> LaneRef:
         """Give a waiting lane to a worker, at the price of one credit."""
@@ -149,14 +166,20 @@ class Leases:
         self._holders[lane.id] = worker
         return ref
 
-    def release(self, lane: Lane) -> None:
-        """Take a lane out of its worker's hands."""
+    def release(self, lane: Lane) -> WorkerView:
+        """Take a lane out of its worker's hands; return whose they were."""
         worker = self._holders.pop(lane.id)
         del worker.held[lane.id]
+        return worker
 
     def decline(self, lane: Lane) -> None:
         """Note that its worker could not serve a lane: not to offer it again before the next CREDIT."""
         self._holders[lane.id].declined.add(lane.id)
+
+    def has_credit(self, worker_id: int) -> bool:
+        """Whether an attached worker would take one more lane."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.credit > 0
 
     def holder_of(self, lane: Lane) -> WorkerView | None:
         """Return the worker that holds a lane."""

@@ -7,7 +7,7 @@ Owns: the bodies being read, and how many requests are on token paths. Called by
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -297,6 +297,8 @@ def _health(snapshot: GatewaySnapshot) -> dict[str, Any]:
         "failed": snapshot.failed,
         "open": snapshot.open,
         "dropped_frames": snapshot.dropped_frames,
+        "affinity": asdict(snapshot.affinity),
+        "budgets": asdict(snapshot.budgets),
         "model": _model_facts(snapshot.workers[0].card) if snapshot.workers else None,
         "workers": [_worker_facts(worker) for worker in snapshot.workers],
     }

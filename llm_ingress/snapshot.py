@@ -6,8 +6,10 @@ Made by: `gateway.py`. Read by: the HTTP surface.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llm_ingress.affinity import AffinityFacts
 from llm_ingress.lanes import LaneState
 from llm_ingress.leases import WorkerView
+from llm_ingress.limits import BudgetFacts
 from llm_ingress.wire import Heartbeat, ModelCard
 
 
@@ -45,6 +47,8 @@ class GatewaySnapshot:
     dropped_frames: int
     ring_streams: int
     draining: bool
+    affinity: AffinityFacts
+    budgets: BudgetFacts
 
 
 def snapshot_of(worker: WorkerView, now: float) -> WorkerSnapshot:

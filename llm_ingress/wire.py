@@ -94,6 +94,11 @@ class Heartbeat:
     step_age_s: float  # since the last step ended; 0 when idle
     kv_promised_tokens: int
     tokens_per_second: float
+    # A worker of an earlier release does not tell the rest.
+    prompt_tokens_per_second: float = 0.0  # of prompts it computes; 0 before the first
+    sessions: int = 0  # conversations whose KV it keeps, running or not
+    kv_bytes: int = 0  # of all KV it keeps
+    kv_promised_bytes: int = 0  # of what running sequences hold or may still fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

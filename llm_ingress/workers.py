@@ -70,7 +70,8 @@ class WorkersSide:
         if is_stuck != worker.is_stuck:
             worker.is_stuck = is_stuck
             self._placement.watch_company(self._clock())
-            self._placement.serve(worker)
+            self._placement.serve_all()
+        self._placement.weigh(worker)
 
     def draining(self, worker_id: int) -> None:
         """Give a worker no more lanes; it finishes those it holds."""
@@ -78,6 +79,7 @@ class WorkersSide:
         if worker is not None:
             worker.is_draining = True
             self._placement.watch_company(self._clock())
+            self._placement.serve_all()
 
     def detach(self, worker_id: int, why: str) -> None:
         """Forget a worker; what it held goes back to the head of the queue."""
@@ -136,6 +138,7 @@ class WorkersSide:
             return
         if lane.state is not LaneState.STREAMING:
             raise ProtocolFault(f"the end of lane {lane.id} before its head")
+        self._placement.note_answer(lane, end)
         is_refused = end.finish_reason is FinishReason.REFUSED
         reason = OutcomeReason.REFUSED if is_refused else OutcomeReason.FINISHED
         self._placement.close(lane, Outcome(state=LaneState.DONE, reason=reason, end=end))

@@ -104,6 +104,10 @@ def _measured(worker: WorkerSnapshot) -> Iterator[tuple[str, str, float]]:
     yield "step_seconds", "Duration of a usual step.", capacity.step_ms / 1000
     yield "step_age_seconds", "Time since the last step ended, 0 when idle.", capacity.step_age_s
     yield "kv_promised_tokens", "KV cells promised to running requests.", capacity.kv_promised_tokens
+    yield "kv_promised_bytes", "What those cells take.", capacity.kv_promised_bytes
+    yield "kv_bytes", "KV kept, of running requests and of earlier ones.", capacity.kv_bytes
+    yield "sessions", "Conversations whose KV is kept.", capacity.sessions
+    yield "prompt_tokens_per_second", "Prompt tokens computed per second.", capacity.prompt_tokens_per_second
     yield "generated_tokens_per_second", "Tokens generated per second.", capacity.tokens_per_second
     yield "known_ingresses", "Ingresses it serves or dials.", len(worker.rings)
     yield "attached_ingresses", "Ingresses that could grant it a lane.", worker.n_attached

@@ -381,6 +381,10 @@ class Worker:
             step_age_s=capacity.step_age_s,
             kv_promised_tokens=capacity.kv_promised_tokens,
             tokens_per_second=capacity.tokens_per_second,
+            prompt_tokens_per_second=capacity.prompt_tokens_per_second,
+            sessions=capacity.n_sessions,
+            kv_bytes=capacity.kv_bytes,
+            kv_promised_bytes=capacity.kv_promised_bytes,
         )
 
     def _attached(self) -> list[_RingView]:

@@ -158,6 +158,10 @@ class FakeEngine:
             step_age_s=self.step_age_s,
             kv_promised_tokens=sum(generation.prepared.max_tokens for generation in self.running),
             tokens_per_second=0.0,
+            prompt_tokens_per_second=1000.0,
+            n_sessions=len(self.running),
+            kv_bytes=0,
+            kv_promised_bytes=0,
         )
 
     def watch(self, on_change: Callable[[], None], /) -> None:

@@ -102,6 +102,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
     user: str | None = None
     truncation: Truncation | None = None
+    prompt_cache_key: str | None = None
+    conversation_id: str | None = None
 
     n: int | None = None
     logprobs: bool | None = None

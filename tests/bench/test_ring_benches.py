@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import balance, fairness, parked
+from bench import admission, balance, fairness, parked
 from bench.arrivals import poisson
 from bench.fleet import Tally
 from tests.bench.seen import answer
@@ -54,6 +54,13 @@ def test_parked_runs(tmp_path: Path) -> None:
     flags = ["--parked", "20", "--warm-up", "5", "--probes", "3", "--runs", "1", "--json", str(out)]
     assert parked.main(flags) == 0
     assert [len(results(out)[over][0]["refused_ms"]) for over in ("HTTP", "TLS")] == [3, 3]
+
+
+def test_admission_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--sessions", "20", "--messages", "10", "--checks", "10", "--runs", "2", "--json", str(out)]
+    assert admission.main(flags) == 0
+    assert [len(times) for times in results(out).values()] == [2] * 4
 
 
 def test_balance_runs(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from llm_engine.hostcache import KvState
 from llm_engine.llama import Logits
 from llm_engine.prefix import Trim
 from llm_engine.scheduler import Plan, Slice
+from llm_engine.slots import KvCost
 
 WINDOW = 16  # tokens of the fake's sliding window
 END = 256
@@ -85,6 +86,7 @@ class FakeBackend:
         self.n_batch = n_batch
         self.n_ctx = n_ctx
         self.trim = trim
+        self.cost = KvCost(sequence_bytes=0, token_bytes=1)
         self.slots = [SlotCells() for _ in range(n_slots)]
         self.plans: list[list[tuple[int, int]]] = []  # (seq_id, tokens) of each slice of each step
         self.moves: list[str] = []  # what was done with cells

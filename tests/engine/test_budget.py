@@ -148,3 +148,8 @@ def test_one_step_that_somebody_else_held_up_changes_little() -> None:
     for _ in range(10):
         budget.observe(4, 0, 0.020)
     assert budget.n_admissible(4, 0) >= 5
+
+
+def test_it_tells_how_fast_prompts_are_computed_once_it_has_seen_one() -> None:
+    assert Budget(512, n_slots=8).prompt_tokens_per_second == 0
+    assert abs(learned().prompt_tokens_per_second - 1 / TOKEN_S) < 0.1 / TOKEN_S

@@ -44,3 +44,4 @@ def test_it_is_never_beyond_its_bound(sizes: list[int]) -> None:
         if cache.make_room(n_bytes):
             cache.add(saved(n_bytes))
         assert cache.n_bytes == sum(each.state.n_bytes for each in cache.runs) <= 100
+        assert cache.n_runs == len(cache.runs)

@@ -61,6 +61,25 @@ async def test_tokens_alone_equal_tokens_in_a_batch(engine: Engine) -> None:
     assert [tokens_of(events) for events in together] == alone
 
 
+async def test_what_conversations_take_is_told(engine: Engine) -> None:
+    events = await read(engine, greedy(PROMPTS[3]))
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    capacity = engine.capacity()
+    assert capacity.n_sessions >= 1
+    assert capacity.kv_bytes > finished.n_prompt  # of every kind of model
+    assert capacity.prompt_tokens_per_second > 0
+    assert capacity.kv_promised_bytes == 0
+
+
+async def test_kv_takes_the_bytes_that_its_shape_says(smollm2: Path) -> None:
+    with Engine.spawn(EngineConfig(model=str(smollm2), ctx_size=512, max_inflight=2)) as engine:
+        events = await read(engine, greedy(PROMPTS[3]))
+        (finished,) = (event for event in events if isinstance(event, Finished))
+        n_cells = finished.n_prompt + finished.n_completion - 1
+        # 30 layers, 3 heads of 64 for keys and as many for values, two bytes each.
+        assert engine.capacity().kv_bytes == pytest.approx(n_cells * 30 * 3 * 64 * 2 * 2, rel=0.02)
+
+
 async def test_a_continuation_goes_on_exactly_where_the_tokens_stopped(engine: Engine) -> None:
     whole = tokens_of(await read(engine, greedy(PROMPTS[1])))
     for cut in (1, len(whole) // 2, len(whole) - 1):

@@ -19,7 +19,7 @@ from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Trim
 from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Scheduler
 from llm_engine.sequence import Sequence
-from llm_engine.slots import Slots
+from llm_engine.slots import Kept, Slots
 from llm_engine.text import TextAssembler
 from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend
 
@@ -114,6 +114,25 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_computes_only_what_is_new(tri
     assert world.answer("second", prompt, max_tokens=1).n_cached == 102  # all but the last token sampled
     assert world.backend.n_computed - before == len(prompt) - 102
     assert world.backend.moves == []
+
+
+def test_what_is_kept_is_told_wherever_it_lies_and_what_is_promised_only_while_it_runs() -> None:
+    world = World(n_slots=2)
+    assert world.slots.kept() == Kept(n_sessions=0, n_bytes=0)
+    world.ask("a", words(1, 100), max_tokens=3)
+    world.step(10)
+    assert world.slots.kept() == Kept(n_sessions=1, n_bytes=10)  # a byte a token here
+    assert world.scheduler.kv_promised_bytes == 103
+    world.run()
+    assert world.scheduler.kv_promised_bytes == 0
+    assert world.slots.kept() == Kept(n_sessions=1, n_bytes=102)
+    world.answer("short", words(9, WORTH_TOKENS - 5), max_tokens=2)
+    assert world.slots.kept().n_sessions == 1  # what is not worth keeping is no conversation
+    for n in (2, 3):
+        world.answer(f"{n}", words(n, 100))
+    assert world.host.n_runs == len(world.host.runs) == 1
+    kept = world.slots.kept()
+    assert kept == Kept(n_sessions=3, n_bytes=2 * 102 + world.host.n_bytes)
 
 
 @KINDS

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneRequest
+from llm_ingress.conversation import Conversation
+from llm_ingress.gateway import AtCap, Gateway, GatewayConfig, Lane, LaneRequest
 from llm_ingress.wire import (
     End,
     Fail,
@@ -57,14 +58,27 @@ class NoLink:
 class Client:
     """A client: reads what it is told to read, and remembers it."""
 
-    def __init__(self, ring: "ScriptedRing", model: str, tenant: str, body: bytes) -> None:
+    def __init__(
+        self,
+        ring: "ScriptedRing",
+        model: str,
+        tenant: str,
+        body: bytes,
+        conversation: Conversation | None,
+        at_cap: AtCap,
+    ) -> None:
         self.n_changes = 0
         self.received = b""
         self._gateway = ring.gateway
         request = LaneRequest(
-            path="/v1/chat/completions", body=body, model=model, request_id="req", tenant=tenant
+            path="/v1/chat/completions",
+            body=body,
+            model=model,
+            request_id="req",
+            tenant=tenant,
+            conversation=conversation,
         )
-        self.lane: Lane = ring.gateway.open_lane(request, self._on_change)
+        self.lane: Lane = ring.gateway.open_lane(request, self._on_change, at_cap)
 
     def _on_change(self) -> None:
         self.n_changes += 1
@@ -91,7 +105,9 @@ class ScriptedWorker:
     held: dict[LaneRef, Grant] = field(default_factory=dict)
     identity: str | None = None
     closed_for: str | None = None  # why the gateway ended the connection
-    step_age_s: float = 0.0  # as it beats
+    step_age_s: float = 0.0  # this and what follows as it beats
+    prompt_tokens_per_second: float = 0.0
+    kv_promised_bytes: int = 0
     id: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,6 +179,8 @@ class ScriptedWorker:
             step_age_s=self.step_age_s,
             kv_promised_tokens=0,
             tokens_per_second=0.0,
+            prompt_tokens_per_second=self.prompt_tokens_per_second,
+            kv_promised_bytes=self.kv_promised_bytes,
         )
         self.gateway.workers.heartbeat(self.id, heartbeat)
 
@@ -205,8 +223,16 @@ class ScriptedRing:
             worker.offer(n)
         return worker
 
-    def client(self, model: str = "m", *, tenant: str = "t", body: bytes = b"{}") -> Client:
-        return Client(self, model, tenant, body)
+    def client(
+        self,
+        model: str = "m",
+        *,
+        tenant: str = "t",
+        body: bytes = b"{}",
+        conversation: Conversation | None = None,
+        at_cap: AtCap = AtCap.PARK,
+    ) -> Client:
+        return Client(self, model, tenant, body, conversation, at_cap)
 
     def wait(self, seconds: float, *awake: ScriptedWorker) -> None:
         """Let time pass as in a healthy process: each half second `awake` workers beat, and a tick comes."""

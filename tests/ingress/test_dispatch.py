@@ -1,5 +1,6 @@
 """Dispatch: whose turn it is, and which worker gets it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -7,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_ingress.dispatch import Dispatch, choose_worker
-from llm_ingress.lanes import Lane, LaneRequest
+from llm_ingress.conversation import Conversation
+from llm_ingress.dispatch import WAITS_MAX, Dispatch
+from llm_ingress.lanes import Lane, LaneRequest, Preference
 from llm_ingress.leases import WorkerView
+from llm_ingress.limits import MIB, Budgets, Limits
 from llm_ingress.shares import Shares
-from llm_ingress.wire import Hello, ModelCard
+from llm_ingress.wire import Heartbeat, Hello, ModelCard
 from tests.ingress.scripted_ring import NoLink, card
 
 _ids = count(1)
@@ -43,9 +46,25 @@ def dispatch(*cards: ModelCard) -> Dispatch:
     return made
 
 
+def limits(*workers: WorkerView) -> Limits:
+    """No budget that is spent, for these workers."""
+    made = Limits(Budgets())
+    for each in workers:
+        made.observe(each)
+    return made
+
+
+def pop_for(made: Dispatch, taker: WorkerView, now: float = 0.0) -> Lane | None:
+    return made.pop_for(taker, limits(taker), now)
+
+
+def choose(lane: Lane, workers: Sequence[WorkerView], now: float = 0.0) -> WorkerView | None:
+    return dispatch(card()).choose(lane, workers, limits(*workers), now)
+
+
 def drain(made: Dispatch, taker: WorkerView) -> list[Lane]:
     taken = []
-    while (lane := made.pop_for(taker)) is not None:
+    while (lane := pop_for(made, taker)) is not None:
         taken.append(lane)
     return taken
 
@@ -167,9 +186,9 @@ def test_a_declined_lane_is_not_offered_again_before_the_next_credit() -> None:
     made.put_back(lane)
     decliner = worker()
     decliner.declined.add(lane.id)
-    assert made.pop_for(decliner) is None
+    assert pop_for(made, decliner) is None
     decliner.offer(1, seen=0)
-    assert made.pop_for(decliner) is lane
+    assert pop_for(made, decliner) is lane
 
 
 @pytest.mark.parametrize(("attribute", "value"), [("credit", 0), ("is_draining", True), ("is_live", False)])
@@ -179,8 +198,8 @@ def test_a_worker_without_credit_or_draining_or_silent_gets_nothing(attribute: s
     made.park(lane)
     taker = worker()
     setattr(taker, attribute, value)
-    assert made.pop_for(taker) is None
-    assert choose_worker(lane, [taker]) is None
+    assert pop_for(made, taker) is None
+    assert choose(lane, [taker]) is None
 
 
 def test_lanes_wait_per_model() -> None:
@@ -195,15 +214,15 @@ def test_lanes_wait_per_model() -> None:
 def test_the_worker_with_most_room_is_chosen_and_of_equals_the_least_used() -> None:
     lane = waiting()
     roomy, tight = worker(credit=3), worker(credit=1)
-    assert choose_worker(lane, [tight, roomy]) is roomy
+    assert choose(lane, [tight, roomy]) is roomy
     used, unused = worker(credit=2, n_granted=5), worker(credit=2, n_granted=4)
-    assert choose_worker(lane, [used, unused]) is unused
+    assert choose(lane, [used, unused]) is unused
 
 
 def test_equal_workers_get_equal_shares() -> None:
     workers = [worker(credit=4), worker(credit=4)]
     for _ in range(100):
-        chosen = choose_worker(waiting(), workers)
+        chosen = choose(waiting(), workers)
         assert chosen is not None
         chosen.n_granted += 1  # the answer is quick: its credit is back at once
     assert [each.n_granted for each in workers] == [50, 50]
@@ -218,3 +237,137 @@ def test_a_shared_alias_follows_the_newest_model_but_a_name_is_never_anothers_al
     made = dispatch(card("old", aliases=("chat",)), card("new", aliases=("chat", "old")))
     assert made.name_of("chat") == "new"
     assert made.name_of("old") == "old"
+
+
+# Conversations.
+
+
+def of_conversation(key: str, holder: WorkerView | None = None, wait_s: float = 1.0) -> Lane:
+    lane = waiting()
+    lane.request = replace(lane.request, conversation=Conversation.of_key(key))
+    if holder is not None:
+        lane.preference = Preference(holder.id, wait_s)
+    return lane
+
+
+def named(name: str, *, held: int = 0, sessions: int = 0, kv_mib: int = 0, slots: int = 4) -> WorkerView:
+    """A worker that holds so many lanes and keeps so much."""
+    view = worker(credit=slots - held)
+    view.hello = replace(view.hello, worker=name, max_inflight=slots)
+    view.held.update({n: waiting() for n in range(held)})
+    view.heartbeat = Heartbeat(
+        inflight=held,
+        decoding=held,
+        max_inflight=slots,
+        available_slots=slots - held,
+        step_ms=1.0,
+        step_age_s=0.0,
+        kv_promised_tokens=0,
+        tokens_per_second=0.0,
+        sessions=sessions,
+        kv_bytes=kv_mib * MIB,
+    )
+    return view
+
+
+def test_a_lane_goes_to_its_holder_whoever_has_more_room() -> None:
+    holder, idle = named("a", held=3, sessions=90), named("b")
+    assert choose(of_conversation("k", holder), [idle, holder]) is holder
+
+
+def test_a_lane_waits_for_its_holder_from_when_another_could_have_had_it_and_no_longer() -> None:
+    holder, other = named("a", held=4), named("b")
+    made, lane = dispatch(), of_conversation("k", holder, wait_s=1.0)
+    made.park(lane)
+    assert pop_for(made, holder, now=50.0) is None  # no credit: nothing is passed on
+    assert pop_for(made, other, now=100.0) is None
+    assert pop_for(made, other, now=100.9) is None
+    assert pop_for(made, other, now=101.0) is lane
+    made.park(lane)
+    assert pop_for(made, other, now=200.0) is None
+    holder.credit = 1
+    holder.held.popitem()
+    assert pop_for(made, holder, now=200.5) is lane
+
+
+def test_a_lane_that_waits_for_its_holder_holds_up_nobody_behind_it() -> None:
+    holder, other = named("a", held=4), named("b")
+    made, lane = dispatch(), of_conversation("k", holder)
+    behind = [waiting(), waiting("another"), waiting()]
+    for each in (lane, *behind):
+        made.park(each)
+    assert drain(made, other) == [behind[0], behind[1], behind[2]]
+    assert list(made.waiting()) == [lane]
+
+
+def test_one_whose_wait_is_not_worth_it_or_whose_holder_is_gone_goes_anywhere_at_once() -> None:
+    holder, other = named("a", held=4), named("b")
+    assert choose(of_conversation("k", holder, wait_s=0.0), [holder, other]) is other
+    made, lane = dispatch(), of_conversation("k", holder)
+    made.park(lane)
+    assert pop_for(made, other) is None
+    made.let_go(lane)
+    assert pop_for(made, other) is lane
+
+
+def test_no_more_lanes_are_passed_over_than_may_wait_at_once() -> None:
+    holder, other = named("a", held=4), worker(credit=1000)
+    made = dispatch()
+    lanes = [of_conversation(f"{n}", holder) for n in range(WAITS_MAX + 2)]
+    for lane in lanes:
+        made.park(lane)
+    assert drain(made, other) == lanes[WAITS_MAX:]
+
+
+def test_an_unknown_conversation_goes_to_the_same_worker_by_whatever_ingress_it_comes() -> None:
+    chosen = set()
+    for credit in (1, 4):
+        workers = [named("a"), named("b"), named("c")]
+        for each in workers:
+            each.credit = credit
+        for n in range(30):
+            one, other = (
+                choose(of_conversation(f"{n}"), workers),
+                choose(of_conversation(f"{n}"), workers[::-1]),
+            )
+            assert one is not None
+            assert one is other
+            chosen.add(one.name)
+    assert chosen == {"a", "b", "c"}
+
+
+def test_equal_requests_do_not_all_go_to_their_favourite() -> None:
+    workers = [named("a", slots=16), named("b", slots=16)]
+    for _ in range(16):
+        chosen = choose(of_conversation("k"), workers)
+        assert chosen is not None
+        chosen.held[next(_ids)] = waiting()
+        chosen.credit -= 1
+        n_held = sorted(len(each.held) for each in workers)
+        assert n_held[1] - n_held[0] <= 2
+    assert n_held in ([7, 9], [8, 8])
+
+
+def test_a_worker_fuller_than_another_by_more_than_a_lane_of_its_own_is_not_the_favourite() -> None:
+    small, large = named("a", held=1, slots=2), named("b", held=1, slots=16)
+    lanes = [of_conversation(f"{n}") for n in range(20)]
+    assert {choose(lane, [small, large]) for lane in lanes} == {small, large}
+    large.held.update({next(_ids): waiting() for _ in range(9)})  # 10 of 16 beside 1 of 2
+    assert {choose(lane, [small, large]) for lane in lanes} == {small}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sessions": 10}, {"sessions": 11}),
+        ({"kv_mib": 100}, {"kv_mib": 200}),
+        # 0.6 x 10 % beside 0.4 x 12.5 %, and beside 0.4 x 25 %.
+        ({"kv_mib": 1024}, {"sessions": 10}),
+        ({"sessions": 10}, {"kv_mib": 2048}),
+    ],
+)
+def test_ties_go_to_who_keeps_less_sessions_counting_more_than_kv(
+    one: dict[str, int], other: dict[str, int]
+) -> None:
+    lighter, heavier = named("a", **one), named("b", **other)
+    assert choose(waiting(), [heavier, lighter]) is choose(waiting(), [lighter, heavier]) is lighter

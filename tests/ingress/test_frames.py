@@ -92,6 +92,10 @@ MESSAGES: dict[str, Message] = {
         step_age_s=0.25,
         kv_promised_tokens=512,
         tokens_per_second=46.5,
+        prompt_tokens_per_second=820.5,
+        sessions=7,
+        kv_bytes=25165824,
+        kv_promised_bytes=12582912,
     ),
     "draining": RingSignal.DRAINING,
     "welcome": Welcome(ingress_id="i1", heartbeat_timeout_s=5.0),
@@ -138,6 +142,16 @@ def test_a_message_has_the_bytes_of_its_golden_file(name: str) -> None:
     data = path.read_bytes()
     assert pack(MESSAGES[name]) == data
     assert unpack(data) == [MESSAGES[name]]
+
+
+def test_a_heartbeat_of_a_worker_that_tells_nothing_of_its_conversations_is_read() -> None:
+    payload = (
+        b'{"inflight":1,"decoding":1,"max_inflight":4,"available_slots":3,"step_ms":21.5,"step_age_s":0.25,'
+        b'"kv_promised_tokens":512,"tokens_per_second":46.5}'
+    )
+    (beat,) = unpack(ring_frame(Kind.HEARTBEAT, payload))
+    assert isinstance(beat, Heartbeat)
+    assert (beat.kv_promised_tokens, beat.sessions, beat.prompt_tokens_per_second) == (512, 0, 0.0)
 
 
 def test_a_long_message_has_the_frames_of_its_golden_file() -> None:
@@ -251,6 +265,10 @@ messages = st.one_of(
         step_age_s=floats,
         kv_promised_tokens=counts,
         tokens_per_second=floats,
+        prompt_tokens_per_second=floats,
+        sessions=counts,
+        kv_bytes=counts,
+        kv_promised_bytes=counts,
     ),
     st.sampled_from([HELLO, *RingSignal]),
 )

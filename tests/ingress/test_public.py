@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from llm_ingress.gateway import Gateway, GatewayConfig, Lane
+from llm_ingress.gateway import AtCap, Budgets, Gateway, GatewayConfig, Lane
 from llm_ingress.public import PublicConfig
 from llm_ingress.records import RecordKind, pack_record
 from llm_ingress.tenants import Tenancy, TenantBy, parse_proxies
@@ -829,6 +829,45 @@ async def test_health_tells_capacity_lanes_counts_and_model(
     await answer
     health = (await client.get("/health")).json()
     assert (health["finished"], health["cancelled"], health["failed"], health["open"]) == (1, 0, 0, 0)
+
+
+async def test_health_tells_what_is_taken_of_the_budgets_and_who_went_back_to_whom(
+    worker: ScriptedWorker, client: httpx.AsyncClient
+) -> None:
+    for n in range(2):
+        answer = post(client, stream=True, conversation_id="c")
+        grant = await worker.granted()
+        budgets = (await client.get("/health")).json()["budgets"]
+        assert (budgets["in_flight_decodes"], budgets["sessions"], budgets["max_sessions"]) == (1, 1, 1000)
+        worker.offer(1)
+        worker.answer(grant, "x")
+        assert (await answer).status_code == 200
+        affinity = (await client.get("/health")).json()["affinity"]
+        assert affinity == {"entries": 1, "known": n, "had_room": n, "returned": n}
+
+
+async def test_over_a_budget_a_request_waits_unless_the_operator_says_otherwise() -> None:
+    for at_cap in AtCap:
+        config = GatewayConfig(budgets=Budgets(decodes=1), at_cap=at_cap)
+        async with serving(Gateway(config)) as server, httpx.AsyncClient(base_url=server.url) as client:
+            worker = ScriptedWorker(server.gateway)
+            first = post(client)
+            grant = await worker.granted()
+            second = post(client)
+            if at_cap is AtCap.PARK:
+                await server.has_open(2)
+                worker.answer(grant, "x")
+                worker.answer(await worker.granted(), "x")
+                assert (await second).status_code == 200
+            else:
+                refused = await second
+                worker.answer(grant, "x")
+                assert (refused.status_code, error_of(refused)["reason"]) == (
+                    503,
+                    "system_in_flight_decode_full",
+                )
+                assert 1 <= int(refused.headers["retry-after"]) <= 30
+            assert (await first).status_code == 200
 
 
 async def test_health_is_200_without_a_worker_and_ready_is_not(

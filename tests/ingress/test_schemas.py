@@ -91,6 +91,8 @@ def test_unknown_fields_are_ignored() -> None:
         ("stop", "x" * 5000, "invalid_value"),
         ("think", "yes", "invalid_type"),
         ("user", 5, "invalid_type"),
+        ("prompt_cache_key", 5, "invalid_type"),
+        ("conversation_id", ["c"], "invalid_type"),
         ("stream_options", [], "invalid_type"),
         ("messages", {}, "invalid_type"),
         ("messages", [], "invalid_value"),

@@ -13,13 +13,16 @@ N_REQUESTS, N_AT_ONCE = 100, 8
 SYSTEM_PROMPT = "You know the lamps, the stones and the boats of every harbour. " * 14  # some 200 tokens
 
 
-async def test_equal_workers_get_equal_shares_of_requests_that_begin_alike(pair: Standing) -> None:
+@pytest.mark.parametrize("n_questions", [N_REQUESTS, pytest.param(1, marks=pytest.mark.slow)])
+async def test_equal_workers_get_equal_shares_of_requests_that_begin_alike(
+    pair: Standing, n_questions: int
+) -> None:
     before = granted(pair)
     at_once = asyncio.Semaphore(N_AT_ONCE)
 
     async def ask_one(n: int) -> None:
         async with at_once:
-            await ask(sdk, f"{SYSTEM_PROMPT}Which lamp is number {n}?", max_tokens=3)
+            await ask(sdk, f"{SYSTEM_PROMPT}Which lamp is number {n % n_questions}?", max_tokens=3)
 
     async with sdk_of(pair.ingress) as sdk:
         await asyncio.gather(*(ask_one(n) for n in range(N_REQUESTS)))

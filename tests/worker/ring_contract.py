@@ -17,7 +17,7 @@ from llm_ingress.wire import End, Fail, FinishReason, Grant, Head, Heartbeat, He
 from llm_worker.ring import Ring
 
 CARD = ModelCard(name="echo", file="echo.gguf", n_params=1, n_ctx=10, fingerprint="f", created=1)
-HELLO = Hello(worker="w", instance_id="i", model=CARD, max_inflight=4)
+HELLO = Hello(worker="w", instance_id="i", model=CARD, max_inflight=32)
 HEAD = Head(status=200, headers=(("content-type", "text/plain"),))
 END = End(finish_reason=FinishReason.STOP, n_prompt=1, n_completion=2)
 HEARTBEAT = Heartbeat(
