@@ -168,7 +168,7 @@ async def test_who_watches_hears_when_the_place_of_a_cancelled_generation_is_fre
     with running(forever) as (engine, _):
         handle = engine.submit(ask("go"), lambda _: first.set())
         await first.wait()
-        engine.watch(lambda: engine.capacity().inflight or free.set())
+        engine.watch(lambda: None if engine.capacity().inflight else free.set())
         handle.cancel()
         async with asyncio.timeout(5):
             await free.wait()
