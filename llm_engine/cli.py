@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
@@ -19,7 +20,7 @@ EXIT_BROKEN_PIPE = 141
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that `engine_config` reads."""
+    """Flags that `engine_config` reads, with that of `add_session_ttl_flag`."""
     _add_model_flags(parser.add_argument_group("model"))
     engine = parser.add_argument_group("engine")
     _add_batching_flags(engine)
@@ -94,6 +95,19 @@ def _add_reuse_flags(engine: argparse._ArgumentGroup) -> None:
         help="host memory for the KV of prompts whose slot was taken; 0 for none (default: %(default)s)",
     )
     engine.add_argument(
+        "--session-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep there what host memory has no room for, and everything over a restart (default: nowhere)",
+    )
+    engine.add_argument(
+        "--session-dir-mib",
+        type=int,
+        default=8192,
+        metavar="MIB",
+        help="most of it that this process keeps there (default: %(default)s)",
+    )
+    engine.add_argument(
         "--no-cache-prompt",
         action="store_true",
         help="compute every prompt anew, whatever earlier ones had in common with it",
@@ -122,6 +136,18 @@ def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
             metavar="TYPE",
             help=f"element type of the {name.upper()} cache: f16, q8_0, ... (default: %(default)s)",
         )
+
+
+def add_session_ttl_flag(parser: argparse.ArgumentParser) -> None:
+    """How long KV outlives its last use, for every command that runs an engine."""
+    parser.add_argument(
+        "--session-ttl",
+        type=int,
+        default=300,
+        metavar="S",
+        help="seconds after which what nobody used is dropped, wherever it is kept; 0 for never"
+        " (default: %(default)s)",
+    )
 
 
 def add_max_tokens_flag(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +184,9 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
         prefill_chunk=args.prefill_chunk,
         cache_prompt=not args.no_cache_prompt,
         cache_ram_mib=args.cache_ram_mib,
+        session_ttl=args.session_ttl,
+        session_dir=args.session_dir,
+        session_dir_mib=args.session_dir_mib,
     )
 
 
@@ -200,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes an answer repeatable (default: random)")
     add_engine_flags(parser)
+    add_session_ttl_flag(parser)
     return parser
 
 

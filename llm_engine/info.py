@@ -29,3 +29,20 @@ class Capacity:
     step_age_s: float
     kv_promised_tokens: int
     tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What lies in one place: sessions are runs that a next turn goes on from, bytes all there is."""
+
+    n_sessions: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """KV that no request uses now, by where it lies."""
+
+    slots: Tier
+    host: Tier
+    disk: Tier

@@ -1,4 +1,4 @@
-"""The step: drain commands, admit, plan, decode, sample, commit, deliver.
+"""The step: drain commands, expire, admit, plan, decode, sample, commit, deliver.
 
 Owns: nothing but the order of things. Thread: `run` is the step thread; `step` is a plain method, so that
 tests turn it with no thread. Called by: `engine.py`, which starts the thread and takes the events.
@@ -8,20 +8,25 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from llm_engine.backend import Backend
 from llm_engine.budget import Budget, Load
+from llm_engine.diskcache import Outcome
 from llm_engine.errors import BackendError, EngineClosed, EngineError
 from llm_engine.llama import Logits
 from llm_engine.sampling import argmax_rows
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.slots import Slots
+from llm_engine.store import Store
 
 logger = logging.getLogger(__name__)
 
 COMMANDS_PER_STEP = 256
+PUT_AWAY_S = 5.0  # for writing what is kept, at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,18 @@ class SetPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk has done something."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
-    pass
+    keep_sessions: bool  # on disk, if there is one
 
 
-Command: TypeAlias = Start | Cancel | SetPaused | Close
+Command: TypeAlias = Start | Cancel | SetPaused | Disk | Close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +78,8 @@ class Loop:
     def __init__(
         self,
         backend: Backend,
+        slots: Slots,
+        store: Store,
         scheduler: Scheduler,
         budget: Budget,
         deliver: Callable[[list[Addressed]], None],
@@ -74,26 +88,27 @@ class Loop:
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._backend = backend
+        self._slots = slots
+        self._store = store
         self._scheduler = scheduler
         self._budget = budget
         self._deliver = deliver
         self._on_admission = on_admission  # called when `stats.n_admissible` has changed
         self._clock = clock
         self._closing = False
+        self._keeps_sessions = False
+        self._expires_at: float | None = clock()  # when something kept may have outlived its time
         self.stats = self._idle_stats()
 
     def run(self) -> None:
-        """Step until closed; waits for a command when there is nothing to compute."""
+        """Step until closed; sleeps when there is nothing to compute."""
         while not self._closing:
             events, computed = self.step()
             if events:
                 self._deliver(events)
             if not computed and not self._closing:
                 self._set_stats(self._idle_stats())
-                command = self.commands.get()
-                # A first step that never ends is told by its age, as any other.
-                self.stats = replace(self.stats, ended_at=self._clock())
-                self._deliver(self._apply(command))
+                self._sleep()
 
     def end(self) -> None:
         """Answer everyone who still waits, in the queue of commands too, and free the context."""
@@ -103,11 +118,14 @@ class Loop:
         ended = EngineClosed("the engine has ended")
         events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
         self._deliver(events)
+        if self._keeps_sessions:
+            self._put_away(self._clock() + PUT_AWAY_S)
         self._backend.close()
 
     def step(self) -> tuple[list[Addressed], bool]:
         """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
         events = self._drain_commands()
+        self._expire()
         plan = self._scheduler.steady
         if plan is None:
             events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
@@ -131,6 +149,34 @@ class Loop:
         self._publish(plan, len(tokens), started, ended)
         return events
 
+    def _sleep(self) -> None:
+        """Until there is a command, or something that is kept has outlived its time."""
+        timeout_s = None if self._expires_at is None else max(0.0, self._expires_at - self._clock())
+        with suppress(queue.Empty):
+            command = self.commands.get(timeout=timeout_s)
+            # A first step that never ends is told by its age, as any other.
+            self.stats = replace(self.stats, ended_at=self._clock())
+            self._deliver(self._apply(command))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if self._expires_at is not None and now >= self._expires_at:
+            self._expires_at = self._slots.expire(now)
+
+    def _put_away(self, deadline: float) -> None:
+        """Have the disk write what is kept, one after another, as far as that goes."""
+        self._await_disk(deadline)
+        for _ in self._slots.put_away():
+            self._await_disk(deadline)
+            if self._clock() >= deadline:
+                logger.warning("the disk is too slow to keep every session")
+                return
+
+    def _await_disk(self, deadline: float) -> None:
+        while self._store.disk.is_writing and (left_s := deadline - self._clock()) > 0:
+            with suppress(queue.Empty):
+                self._apply(self.commands.get(timeout=left_s))
+
     def _drain_commands(self) -> list[Addressed]:
         events: list[Addressed] = []
         for _ in range(min(COMMANDS_PER_STEP, self.commands.qsize())):  # this thread alone takes from it
@@ -145,8 +191,11 @@ class Loop:
                 return self._scheduler.cancel(key, self._clock())
             case SetPaused(key, paused):
                 self._scheduler.set_paused(key, paused)
-            case Close():
+            case Disk(outcome):
+                self._store.take(outcome, self._clock())
+            case Close(keep_sessions):
                 self._closing = True
+                self._keeps_sessions = keep_sessions
         return []
 
     def _n_admissible(self, load: Load) -> int:

@@ -95,7 +95,7 @@ class Scheduler:
             self._last = None
             if sequence.n_generated:
                 events += self._resume(sequence, now)
-        self._slots.start_ready(gently=self.load().n_decoding > 0)
+        self._slots.start_ready(now, gently=self.load().n_decoding > 0)
         return events
 
     def cancel(self, key: Hashable, now: float) -> list[Addressed]:
@@ -162,7 +162,7 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
         for part in plan.slices:
-            self._slots.advance(part.sequence, part.n_tokens)
+            self._slots.advance(part.sequence, part.n_tokens, now)
         events: list[Addressed] = []
         for part, token in zip(plan.sampled, tokens, strict=True):
             if isinstance(token, EngineError):

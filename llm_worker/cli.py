@@ -21,7 +21,7 @@ from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_session_ttl_flag, engine_config
 from llm_engine.engine import Engine
 from llm_engine.errors import EngineError
 from llm_ingress.certs import WORKER_SCHEME, CertificateFiles, read_facts
@@ -90,6 +90,7 @@ def parser_of_flags() -> argparse.ArgumentParser:
     )
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
+    add_session_ttl_flag(parser)
     _add_ring_flags(parser)
     _add_discovery_flags(parser)
     _add_operating_flags(parser)
@@ -252,7 +253,10 @@ async def _run(options: Options, engine: Engine, listener: socket | None) -> int
         await _drain(worker, options.drain_timeout_s, drain)
     if drain.has_failed.is_set():
         return EXIT_FAULT
-    return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
+    if drain.is_urgent.is_set():
+        engine.close(keep_sessions=False)
+        return EXIT_INTERRUPTED
+    return 0
 
 
 def _obey_signals(drain: Drain, tls: LiveContext) -> None:

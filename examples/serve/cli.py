@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_session_ttl_flag, engine_config
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.errors import EngineError
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
+    add_session_ttl_flag(parser)
     add_public_flags(parser)
     return parser
 
@@ -125,7 +126,10 @@ async def _run(settings: _Settings, listener: Listener, engine: Engine) -> int:
         worker.close()
     if drain.has_failed.is_set():
         return EXIT_FAULT
-    return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
+    if drain.is_urgent.is_set():
+        engine.close(keep_sessions=False)
+        return EXIT_INTERRUPTED
+    return 0
 
 
 async def _page(_request: Request) -> HTMLResponse:
