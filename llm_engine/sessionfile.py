@@ -12,8 +12,8 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import orjson
@@ -27,7 +27,6 @@ TEMPORARY_SUFFIX = ".tmp"
 
 _MAGIC = b"LLMKV\0\0\1"
 _PREFIX = struct.Struct("<8sIIIQ")
-_MAX_HEADER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,7 @@ def read_header(path: Path) -> SessionHeader:
     Raises: SessionFileError, OSError.
     """
     with path.open("rb") as file:
-        header = _read_header(file)
-        n_left = os.fstat(file.fileno()).st_size - file.tell()
-    if n_left != header.n_bytes:
-        raise SessionFileError(f"{n_left} bytes of {header.n_bytes}")
-    return header
+        return _read_header(file)
 
 
 def read_state(path: Path) -> KvState:
@@ -91,20 +86,22 @@ def read_state(path: Path) -> KvState:
     with path.open("rb") as file:
         header = _read_header(file)
         data = np.empty(header.n_bytes, np.uint8)
-        if file.readinto(data.data) != header.n_bytes or file.read(1):
-            raise SessionFileError(f"not the {header.n_bytes} bytes it should hold")
-    if zlib.crc32(data.data) != header.checksum:
-        raise SessionFileError("its checksum is wrong")
+        n_read = file.readinto(data.data)
+    if n_read != header.n_bytes or zlib.crc32(data.data) != header.checksum:
+        raise SessionFileError("the checksum of its state is wrong")
     return KvState(data, header.is_checkpoint, header.fingerprint)
 
 
-def _read_header(file: BinaryIO) -> SessionHeader:
+def _read_header(file: BufferedReader) -> SessionHeader:
     start = file.read(_PREFIX.size)
     if len(start) < _PREFIX.size:
         raise SessionFileError("it ends in its header")
     magic, n_header, checksum, checksum_of_state, n_bytes = _PREFIX.unpack(start)
-    if magic != _MAGIC or n_header > _MAX_HEADER_BYTES:
+    if magic != _MAGIC:
         raise SessionFileError("no session file of this version")
+    n_whole, n_there = len(start) + n_header + n_bytes, os.fstat(file.fileno()).st_size
+    if n_there != n_whole:
+        raise SessionFileError(f"{n_there} bytes of {n_whole}")
     encoded = file.read(n_header)
     if zlib.crc32(encoded) != checksum:
         raise SessionFileError("the checksum of its header is wrong")
