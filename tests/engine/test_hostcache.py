@@ -1,6 +1,11 @@
 """KV in host memory: bounded, least recently used out first, and dropped when nobody uses it."""
 
+import os
+import sys
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +92,18 @@ def test_it_is_never_beyond_its_bound_and_loses_nothing(sizes: list[int]) -> Non
         kept = [each.state.n_bytes for each in cache.runs]
         assert cache.n_bytes == sum(kept) <= 100
         assert [each.state.n_bytes for each, _ in spilled] + kept == sizes[: used_at + 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_what_expired_goes_back_to_the_system() -> None:
+    def resident_mib() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    cache = HostCache(400 << 20, Spilled().take)
+    before = resident_mib()
+    for n_mib in (1, 2, 4, 8, 16) * 10:
+        assert cache.make_room(n_mib << 20)
+        cache.add(Saved(Run(), KvState(np.ones(n_mib << 20, np.uint8), False, "f")), used_at=1.0)
+    assert resident_mib() - before > 250
+    cache.expire(before=1.0)
+    assert resident_mib() - before < 30
