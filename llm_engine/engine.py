@@ -64,11 +64,10 @@ class Engine:
         self._closed = False
         self._watch: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
         self._disk_threads: DiskThreads | None = None
-        self._store = Store(config.cache_ram_mib << 20, self._open_disk())
         self._slots = Slots(
             config.n_slots,
             backend,
-            self._store,
+            Store(config.cache_ram_mib << 20, self._open_disk()),
             is_end_of_turn=model.is_end_of_generation,
             reuses=config.cache_prompt,
             ttl_s=config.session_ttl or None,
@@ -77,9 +76,7 @@ class Engine:
         budget = Budget(
             config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
         )
-        self._loop = Loop(
-            backend, self._slots, self._store, scheduler, budget, self._deliver, self._admission_changed
-        )
+        self._loop = Loop(backend, self._slots, scheduler, budget, self._deliver, self._admission_changed)
         self._thread = threading.Thread(target=self._run, name="llm-engine-step", daemon=True)
         self._thread.start()
 
@@ -160,7 +157,8 @@ class Engine:
 
     def kept(self) -> Kept:
         """What lies where for next turns."""
-        return Kept(slots=self._slots.tier, host=self._store.host.tier, disk=self._store.disk.tier)
+        store = self._slots.store
+        return Kept(slots=self._slots.tier, host=store.host.tier, disk=store.disk.tier)
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` on the running event loop whenever step times change what is available."""

@@ -21,7 +21,6 @@ from llm_engine.sampling import argmax_rows
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
 from llm_engine.slots import Slots
-from llm_engine.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class Loop:
         self,
         backend: Backend,
         slots: Slots,
-        store: Store,
         scheduler: Scheduler,
         budget: Budget,
         deliver: Callable[[list[Addressed]], None],
@@ -89,7 +87,6 @@ class Loop:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._backend = backend
         self._slots = slots
-        self._store = store
         self._scheduler = scheduler
         self._budget = budget
         self._deliver = deliver
@@ -173,7 +170,7 @@ class Loop:
                 return
 
     def _await_disk(self, deadline: float) -> None:
-        while self._store.disk.is_writing and (left_s := deadline - self._clock()) > 0:
+        while self._slots.store.disk.is_writing and (left_s := deadline - self._clock()) > 0:
             with suppress(queue.Empty):
                 self._apply(self.commands.get(timeout=left_s))
 
@@ -192,7 +189,7 @@ class Loop:
             case SetPaused(key, paused):
                 self._scheduler.set_paused(key, paused)
             case Disk(outcome):
-                self._store.take(outcome, self._clock())
+                self._slots.store.take(outcome, self._clock())
             case Close(keep_sessions):
                 self._closing = True
                 self._keeps_sessions = keep_sessions

@@ -108,7 +108,7 @@ class Slots:
         ttl_s: float | None = None,
     ) -> None:
         self._cells = cells
-        self._store = store
+        self.store = store
         self._is_end_of_turn = is_end_of_turn
         self._reuses = reuses
         self._ttl_s = ttl_s
@@ -212,13 +212,13 @@ class Slots:
         return best
 
     def _places(self, *, on_disk: bool = True) -> list[Slot | Saved | Stored]:
-        return [*self._slots, *self._store.runs(on_disk=on_disk)] if self._reuses else []
+        return [*self._slots, *self.store.runs(on_disk=on_disk)] if self._reuses else []
 
     def _checkpoints_of(self, tokens: list[int], *, on_disk: bool = True) -> dict[int, Saved | Stored]:
         """Those taken after a beginning of `tokens`, by its length."""
         return {
             kept.run.n_cells: kept
-            for kept in self._store.checkpoints(on_disk=on_disk)
+            for kept in self.store.checkpoints(on_disk=on_disk)
             if _n_same(kept.run, tokens) == kept.run.n_cells
         }
 
@@ -233,7 +233,7 @@ class Slots:
             self._start(slot, sequence, source, now)
             return
         slot.has_recalled = True  # once for each sequence, since one may drive out the other in host memory
-        slot.waits_for = self._store.recall(source.on_disk, now)
+        slot.waits_for = self.store.recall(source.on_disk, now)
         if slot.waits_for is None:
             self._start_or_wait(slot, sequence, now)
 
@@ -297,7 +297,7 @@ class Slots:
     def _forget(self, source: Source) -> None:
         for saved in (source.place, source.checkpoint):
             if isinstance(saved, Saved):
-                self._store.host.drop(saved)
+                self.store.host.drop(saved)
 
     def _empty(self, slot: Slot) -> None:
         self._cells.cut(slot.seq_id, 0)
@@ -309,12 +309,12 @@ class Slots:
         """What moves out whole leaves its room to what it displaces; the rest is used now."""
         place, checkpoint = source.place, source.checkpoint
         if isinstance(checkpoint, Saved):
-            self._store.host.touch(checkpoint, now)
+            self.store.host.touch(checkpoint, now)
         if isinstance(place, Saved):
             if place.run.is_loss(source.n_tokens):
-                self._store.host.touch(place, now)
+                self.store.host.touch(place, now)
             else:
-                self._store.host.drop(place)
+                self.store.host.drop(place)
 
     def _save_what_is_lost(self, slot: Slot, source: Source | None) -> None:
         """Keep the run in `slot`, unless most of it stays in use there or lies elsewhere too."""
@@ -337,7 +337,7 @@ class Slots:
         After its first turn, which is often a system prompt that many share; after its last, because
         templates write an old answer otherwise than a new one; and where one parted before.
         """
-        if not self._store.host.is_on or self._cells.trim is Trim.ANYWHERE:
+        if not self.store.host.is_on or self._cells.trim is Trim.ANYWHERE:
             return set()
         ends = [n for n in range(1, _limit(tokens) + 1) if self._is_end_of_turn(tokens[n - 1])]
         n_shared = max((_n_same(place.run, tokens) for place in self._places()), default=0)
@@ -350,11 +350,11 @@ class Slots:
             self._save(slot, run, checkpoint=True)
 
     def _save(self, slot: Slot, run: Run, *, checkpoint: bool) -> None:
-        if self._store.host.make_room(self._cells.n_state_bytes(slot.seq_id, checkpoint=checkpoint)):
+        if self.store.host.make_room(self._cells.n_state_bytes(slot.seq_id, checkpoint=checkpoint)):
             saved = self._fetched(slot, run, checkpoint=checkpoint)
             if saved is not None:
                 self._n_moves += 1
-                self._store.host.add(saved, slot.last_used)
+                self.store.host.add(saved, slot.last_used)
 
     def _fetched(self, slot: Slot, run: Run, *, checkpoint: bool) -> Saved | None:
         """None if llama.cpp does not give it; it is not kept, then."""
@@ -365,14 +365,14 @@ class Slots:
 
     def put_away(self) -> Iterator[None]:
         """Give the disk everything kept in slots and host memory, the last used first, one at each turn."""
-        if not self._store.disk.is_on:
+        if not self.store.disk.is_on:
             return
         kept: list[tuple[Slot | Saved, float]] = [(slot, slot.last_used) for slot in self._slots]
-        kept += self._store.host.uses
+        kept += self.store.host.uses
         for place, used_at in sorted(kept, key=lambda item: item[1], reverse=True):
             saved = self._put_away_of(place) if isinstance(place, Slot) else place
             if saved is not None:
-                self._store.disk.add(saved, used_at)
+                self.store.disk.add(saved, used_at)
                 yield
 
     def _put_away_of(self, slot: Slot) -> Saved | None:
@@ -394,8 +394,8 @@ class Slots:
         for slot in idle:
             if slot.last_used <= before and slot.run.n_cells:
                 self._empty(slot)
-        self._store.expire(before)
-        uses = [*self._store.uses, *(slot.last_used for slot in idle if slot.run.n_cells)]
+        self.store.expire(before)
+        uses = [*self.store.uses, *(slot.last_used for slot in idle if slot.run.n_cells)]
         return min(uses, default=now) + self._ttl_s
 
 
