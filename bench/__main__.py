@@ -3,9 +3,10 @@
 import importlib
 import sys
 
-ENGINE = ("engine", "sampling", "http", "remote", "prefix")
+SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
+ENGINE = ("engine", "sampling", "step-target", "remote", "prefix")
 RING = ("relay", "ring", "claims", "fairness", "parked", "balance")
-NAMES = (*ENGINE, *RING)
+NAMES = (*SERVERS, *ENGINE, *RING, "random-model")
 
 
 def main() -> int:
@@ -14,7 +15,7 @@ def main() -> int:
     if name not in NAMES:
         print(f"usage: python -m bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"bench.{name}").main(argv))
+    return int(importlib.import_module(f"bench.{name.replace('-', '_')}").main(argv))
 
 
 if __name__ == "__main__":

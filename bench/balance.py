@@ -12,15 +12,18 @@ what the slots can give in it.
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from bench.answers import Exchange
+from bench.clients import ask, run_load
+from bench.flags import numbers
 from bench.fleet import Fleet, Tally, fleet
-from bench.open_loop import request
+from bench.prompts import user
 from bench.report import print_table, spread, write_json
-from bench.timed import TimedConfig
+from bench.targets import Target
+from bench.timed import MODEL, TimedConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,14 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--streams",
-        type=_numbers,
+        type=numbers,
         default=[200, 200],
         help="at a time on each ingress, comma separated (200,200)",
     )
     parser.add_argument("--workers", type=int, default=4, help="attached to all ingresses (4)")
     parser.add_argument(
         "--slots",
-        type=_numbers,
+        type=numbers,
         default=[100, 25, 4],
         help="of each worker, comma separated (100,25,4)",
     )
@@ -69,10 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=3, help="of each number of slots (3)")
     parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _row(slots: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
@@ -118,30 +117,19 @@ def figures(tallies: Sequence[Tally]) -> dict[str, Any]:
 def _ask(serving: Fleet, n_streams: Sequence[int], seconds: float) -> list[float]:
     """Keep so many streams on each ingress, from another process; return when each answer ended."""
     ports = [ingress.port for ingress, n in zip(serving.ingresses, n_streams, strict=True) for _ in range(n)]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_keep_asking, (ports, seconds))
-
-
-def _keep_asking(ports: Sequence[int], seconds: float) -> list[float]:
-    return asyncio.run(_clients(ports, seconds))
+    return run_load(_clients, ports, seconds)
 
 
 async def _clients(ports: Sequence[int], seconds: float) -> list[float]:
     """A client for each port; return the seconds to the end of each answer of theirs."""
     began_at = asyncio.get_running_loop().time()
-    ended = await asyncio.gather(*(_client(port, began_at + seconds) for port in ports))
-    return [at - began_at for ends in ended for at in ends]
+    asked = await asyncio.gather(*(_client(port, began_at + seconds) for port in ports))
+    return [exchange.served().ended_at - began_at for exchanges in asked for exchange in exchanges]
 
 
-async def _client(port: int, until: float) -> list[float]:
-    loop = asyncio.get_running_loop()
-    ended_at = []
-    while loop.time() < until:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request(user="bench"))
-        answer = await reader.read()
-        writer.close()
-        if b"data: [DONE]" not in answer:
-            raise RuntimeError(f"a request failed: {answer[:300]!r}")
-        ended_at.append(loop.time())
-    return ended_at
+async def _client(port: int, until: float) -> list[Exchange]:
+    target = Target(port=port, model=MODEL)
+    exchanges: list[Exchange] = []
+    while asyncio.get_running_loop().time() < until:
+        exchanges.append(await ask(target, {"messages": [user("hi")]}))
+    return exchanges

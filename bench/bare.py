@@ -126,6 +126,10 @@ class BareProcess:
         """As `BareLoop.run`."""
         return self._pool.apply(_run, (prompts, n_out))
 
+    def tokenize(self, text: str) -> list[int]:
+        """As `BareLoop.tokenize`."""
+        return self._pool.apply(_tokenize, (text,))
+
 
 _opened: list[BareLoop] = []  # of this process
 
@@ -136,3 +140,7 @@ def _open(config: EngineConfig) -> None:
 
 def _run(prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
     return _opened[0].run(prompts, n_out)
+
+
+def _tokenize(text: str) -> list[int]:
+    return _opened[0].tokenize(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.attached import END, HEAD, Attached, AttachedWorker, attached, issue
 from bench.readers import H1_REQUEST
-from bench.report import print_table, write_json
+from bench.report import percentile, print_table, write_json
 from llm_ingress.wire import Grant
 from llm_worker.ring import Ring
 
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _row(name: str, times_ms: list[float]) -> tuple[object, ...]:
-    p50, p99 = statistics.median(times_ms), sorted(times_ms)[int(len(times_ms) * 0.99)]
-    return name, f"{p50:.2f}", f"{p99:.2f}"
+    return name, f"{statistics.median(times_ms):.2f}", f"{percentile(times_ms, 99):.2f}"
 
 
 def _time_a_claim(ring: Attached, *, is_parked: bool) -> float:

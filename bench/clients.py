@@ -1,87 +1,116 @@
-"""Streaming clients that cost little: raw sockets and a look at each read, in a process of their own.
+"""Streaming clients that cost little: one connection a request, each read stamped, in a process of their own.
 
 They stand for machines of their own, so the process is niced: on a shared machine they must not take the
-cores from the server that is measured.
+cores from the server that is measured. A load is a coroutine that runs there and returns answers.
 """
 
-import json
+import asyncio
+import gc
 import multiprocessing
 import os
-import selectors
-import socket
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from bench.answers import Answer, Exchange
+from bench.targets import Target
 
 NICENESS = 10
-_READ_BYTES = 1 << 16
+READS_OF_A_FLOW = 20
+SETTLE_S = 0.2  # from the start of the process to the first arrival
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """One answer as its client saw it. Units: seconds since the clients started, tokens."""
-
-    first_s: float  # the first byte of the body
-    last_s: float
-    n_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    connection: socket.socket
-    received: bytearray
-    first_s: float | None = None
-
-
-def ask_all(host: str, port: int, requests: Sequence[dict[str, Any]]) -> list[Served]:
-    """Send every request at once, from another process; return the answers in the order of the requests."""
+def run_load(load: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a load in another process; it, its arguments and its result must be picklable."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, initializer=os.nice, initargs=(NICENESS,)) as pool:
-        return pool.apply(_ask_all, (host, port, list(requests)))
+        result: T = pool.apply(_run, (load, args, kwargs))
+        return result
 
 
-def _ask_all(host: str, port: int, requests: Sequence[dict[str, Any]]) -> list[Served]:
-    started = time.perf_counter()
-    with selectors.DefaultSelector() as selector:
-        clients = [_connect(host, port, request) for request in requests]
-        for client in clients:
-            selector.register(client.connection, selectors.EVENT_READ, client)
-        served: dict[int, Served] = {}
-        while len(served) < len(clients):
-            for key, _ in selector.select():
-                client = key.data
-                if not _read(client, started):
-                    selector.unregister(client.connection)
-                    client.connection.close()
-                    served[clients.index(client)] = _served(client, time.perf_counter() - started)
-    return [served[i] for i in range(len(clients))]
+def _run(load: Callable[..., Coroutine[Any, Any, T]], args: Any, kwargs: Any) -> T:
+    gc.disable()  # its pauses would be the server's
+    return asyncio.run(load(*args, **kwargs))
 
 
-def _connect(host: str, port: int, request: dict[str, Any]) -> _Client:
-    body = json.dumps({**request, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    connection = socket.create_connection((host, port))
-    connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-        b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+class Client(asyncio.Protocol):
+    """One request on a connection of its own."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._flows = asyncio.Event()
+
+    async def flows(self) -> None:
+        """Wait until the answer is under way, or over."""
+        await self._flows.wait()
+
+    async def ended(self) -> None:
+        """Wait for the end of the answer."""
+        await self._ended
+
+    def leave(self) -> None:
+        """Hang up, as a client does that wants no more."""
+        self.exchange.is_left = True
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self.exchange.sent)
+
+    def data_received(self, data: bytes) -> None:
+        self.exchange.reads.append((self._loop.time(), data))
+        if len(self.exchange.reads) == READS_OF_A_FLOW:
+            self._flows.set()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        if not self.exchange.is_left:
+            self.exchange.reads.append((self._loop.time(), b""))
+        self._flows.set()
+        if not self._ended.done():  # as it is when its waiter was cancelled
+            self._ended.set_result(None)
+
+
+async def send(target: Target, body: Mapping[str, Any], due_at: float | None = None) -> Client:
+    """Connect and send one request; its times count from now, or from when it was due."""
+    loop = asyncio.get_running_loop()
+    asked_at = loop.time() if due_at is None else due_at
+    exchange = Exchange(target.host, target.path, {"model": target.model, **body}, asked_at)
+    _, client = await loop.create_connection(
+        lambda: Client(exchange), target.host, target.port, ssl=target.is_tls or None
     )
-    return _Client(connection, bytearray())
+    return client
 
 
-def _read(client: _Client, started: float) -> bool:
-    """Take what is there; False at the end of the answer."""
-    data = client.connection.recv(_READ_BYTES)
-    if client.first_s is None and b"data: " in data:
-        client.first_s = time.perf_counter() - started
-    client.received += data
-    return bool(data)
+async def ask(target: Target, body: Mapping[str, Any], due_at: float | None = None) -> Exchange:
+    """Send one request and read its answer to the end."""
+    client = await send(target, body, due_at)
+    await client.ended()
+    return client.exchange
 
 
-def _served(client: _Client, ended_s: float) -> Served:
-    """Read the usage chunk. Raises: RuntimeError for an answer that is not a complete stream."""
-    text = client.received.decode("utf-8", "replace")
-    if not text.startswith("HTTP/1.1 200") or "data: [DONE]" not in text:
-        raise RuntimeError(f"a request failed: {text[:300]}")
-    line = next(part for part in reversed(text.split("data: ")) if '"usage":{' in part)
-    usage = json.loads(line[: line.rindex("}") + 1])["usage"]
-    return Served(first_s=client.first_s or ended_s, last_s=ended_s, n_tokens=usage["completion_tokens"])
+async def ask_all(target: Target, bodies: Iterable[Mapping[str, Any]]) -> list[Answer]:
+    """Send all requests at once, none of which may be refused; return the answers in their order."""
+    exchanges = await asyncio.gather(*(ask(target, body) for body in bodies))
+    return [exchange.served() for exchange in exchanges]
+
+
+async def ask_when_due(target: Target, arrivals: Iterable[tuple[float, Mapping[str, Any]]]) -> list[Answer]:
+    """Send each request so many seconds from now, whatever became of the others.
+
+    Times count from when a request was due, so a server that cannot keep up does not make its own arrivals
+    rarer. Return the answers in the order of the arrivals.
+    """
+    loop = asyncio.get_running_loop()
+    began_at = loop.time() + SETTLE_S
+
+    async def wait_and_ask(at_s: float, body: Mapping[str, Any]) -> Exchange:
+        await asyncio.sleep(began_at + at_s - loop.time())
+        return await ask(target, body, began_at + at_s)
+
+    exchanges = await asyncio.gather(*(wait_and_ask(*arrival) for arrival in arrivals))
+    return [exchange.answer() for exchange in exchanges]

@@ -4,7 +4,7 @@ Requests arrive in an open loop, whatever the server does, at a real `llm-ingres
 time for each answer. A tenant's share is half of what the fleet can serve. The light tenant offers `--light`
 times its share and the heavy one `--heavy` times, so together they ask for several times what there is.
 
-Wait is the time from when a request was due to the first byte of its answer, which comes as soon as a slot
+Wait is the time from when a request was due to the first text of its answer, which comes as soon as a slot
 takes it; the service itself is not in it. Four cases, each on a fleet of its own, with the same arrivals:
 
 alone, whole fleet     nobody else is there
@@ -20,12 +20,16 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench.answers import Answer
+from bench.arrivals import evenly, poisson
+from bench.clients import ask_when_due, run_load
 from bench.fleet import fleet
-from bench.open_loop import Arrival, Asked, ask_all, evenly, poisson
-from bench.report import print_table, spread, write_json
-from bench.timed import TimedConfig
+from bench.prompts import user
+from bench.report import percentile, print_table, spread, write_json
+from bench.targets import Target
+from bench.timed import MODEL, TimedConfig
 
 LIGHT, HEAVY = "light", "heavy"
 N_WORKERS = 2
@@ -41,6 +45,14 @@ class Case:
     is_alone: bool = False
     n_workers: int = N_WORKERS
     is_one_name: bool = False
+
+
+class Arrival(NamedTuple):
+    """A request of a tenant, so many seconds after the first could come; `user` is what it says it is."""
+
+    at_s: float
+    tenant: str
+    user: str
 
 
 CASES = (
@@ -108,12 +120,18 @@ def _row(name: str, runs: Sequence[dict[str, float]]) -> tuple[object, ...]:
     return (name, *waits, column("asked"), column("refused"))
 
 
-def _measure(args: argparse.Namespace, case: Case, run: int) -> list[Asked]:
+def _measure(args: argparse.Namespace, case: Case, run: int) -> list[Answer]:
+    """Return what became of the light tenant's requests."""
     service_s = args.service_ms / 1000
     engines = [TimedConfig(slots=args.slots, service_s=service_s, seed=n) for n in range(case.n_workers)]
     flags = ("--tenant-by", "user", "--ring-streams", str(args.ring_streams))
     with fleet(engines, *flags) as serving:
-        return ask_all(serving.ingresses[0].port, _arrivals(args, case, run))
+        target = Target(port=serving.ingresses[0].port, model=MODEL)
+        arrivals = _arrivals(args, case, run)
+        bodies = [(each.at_s, {"user": each.user, "messages": [user("hi")]}) for each in arrivals]
+        answers = run_load(ask_when_due, target, bodies)
+    pairs = zip(arrivals, answers, strict=True)
+    return [answer for arrival, answer in pairs if arrival.tenant == LIGHT]
 
 
 def _arrivals(args: argparse.Namespace, case: Case, run: int) -> list[Arrival]:
@@ -139,16 +157,15 @@ def ratios(results: Mapping[str, Sequence[Mapping[str, float]]]) -> list[float]:
     return [fair["worst_ms"] / alone["worst_ms"] for fair, alone in pairs]
 
 
-def figures(asked: Sequence[Asked]) -> dict[str, Any]:
+def figures(light: Sequence[Answer]) -> dict[str, Any]:
     """What the light tenant met. Waits are of what was answered; a refusal is counted, not waited for."""
-    light = [each for each in asked if each.tenant == LIGHT]
-    answered = [each for each in light if each.status == 200]
-    waits_ms = sorted(each.first_s * 1000 for each in answered)
+    answered = [answer for answer in light if not answer.is_refused]
+    waits_ms = [answer.first_s * 1000 for answer in answered]
     return {
         "p50_ms": statistics.median(waits_ms),
-        "p95_ms": waits_ms[int(len(waits_ms) * 0.95)],
-        "worst_ms": waits_ms[-1],
-        "worst_end_ms": max(each.last_s for each in answered) * 1000,
+        "p95_ms": percentile(waits_ms, 95),
+        "worst_ms": max(waits_ms),
+        "worst_end_ms": max(answer.last_s for answer in answered) * 1000,
         "asked": len(light),
         "refused": len(light) - len(answered),
     }

@@ -23,10 +23,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench.answers import PATH, Exchange
 from bench.fleet import Fleet, fleet
-from bench.open_loop import request
-from bench.report import print_table, spread, write_json
-from bench.timed import TimedConfig
+from bench.prompts import user
+from bench.report import percentile, print_table, spread, write_json
+from bench.timed import MODEL, TimedConfig
 
 FOREVER_S = 86_400.0
 PROBE_PAUSE_S = 0.017  # no multiple of it is the ingress's own rhythm
@@ -75,9 +76,9 @@ def _row(name: str, n_parked: int, runs: Sequence[dict[str, Any]]) -> tuple[obje
         n_parked,
         column(lambda run: run["rss_kib"]),
         column(lambda run: run["private_kib"]),
-        column(lambda run: run["refused_ms"][len(run["refused_ms"]) // 2], 2),
-        column(lambda run: run["refused_ms"][int(len(run["refused_ms"]) * 0.99)], 2),
-        column(lambda run: run["refused_ms"][-1], 2),
+        column(lambda run: percentile(run["refused_ms"], 50), 2),
+        column(lambda run: percentile(run["refused_ms"], 99), 2),
+        column(lambda run: max(run["refused_ms"]), 2),
     )
 
 
@@ -145,7 +146,9 @@ class _Clients:
     def __init__(self, door: _Door, text: str) -> None:
         self._port = door.port
         self._tls = None if door.ca is None else ssl.create_default_context(cafile=door.ca)
-        self._request = request(user="bench", text=text)
+        self._request = Exchange(
+            LOOPBACK, PATH, {"model": MODEL, "messages": [user(text)]}, asked_at=0.0
+        ).sent
         self._waiting: list[socket.socket] = []
 
     def park(self, n: int) -> int:
@@ -165,7 +168,7 @@ class _Clients:
         self._until_open(n)
 
     def probe(self, n: int) -> list[float]:
-        """Send `n` requests too many; return the sorted milliseconds each took to be refused."""
+        """Send `n` requests too many; return the milliseconds each took to be refused."""
         times_ms = []
         for _ in range(n):
             with self._connect() as connection:
@@ -176,7 +179,7 @@ class _Clients:
                 times_ms.append((time.perf_counter() - sent_at) * 1000)
             assert answer.startswith(b"HTTP/1.1 503"), answer
             assert b"ring_full" in answer, answer
-        return sorted(times_ms)
+        return times_ms
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection((LOOPBACK, self._port))

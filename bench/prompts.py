@@ -1,5 +1,13 @@
 """Distinct prompts of about the same length, so that no two requests share more than the template."""
 
+import random
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+TOKENS_A_SENTENCE = 23
+
+Message: TypeAlias = dict[str, str]
+
 _TOPICS = (
     "a lighthouse keeper",
     "the history of bread",
@@ -39,10 +47,29 @@ _TOPICS = (
 )
 
 
-def distinct(n: int) -> list[str]:
-    """`n` user messages, each about something else."""
+def distinct(n: int, run: str = "0") -> list[str]:
+    """`n` user messages, each about something else; those of another run differ from the first word on."""
     return [
-        f"Write a long and detailed story, number {i}, about {_TOPICS[i % len(_TOPICS)]}. "
+        f"{i}.{run}: Write a long and detailed story about {_TOPICS[i % len(_TOPICS)]}. "
         "Describe the people, the place and what happens, step by step."
         for i in range(n)
     ]
+
+
+def passage(n_tokens: int, run: str) -> str:
+    """Sentences that come to about `n_tokens` in most vocabularies; another run's differ everywhere."""
+    chance = random.Random(run)
+    sentences = [f"{run}:"]
+    for number in range(n_tokens // TOKENS_A_SENTENCE):
+        first, second = chance.sample(_TOPICS, 2)
+        sentences.append(f"Chapter {number} begins with {first} and ends, much later, with {second}.")
+    return " ".join(sentences)
+
+
+def greedy(messages: Sequence[Message], n_tokens: int) -> dict[str, Any]:
+    """The body of a request that takes the likeliest tokens, `n_tokens` at most."""
+    return {"messages": list(messages), "max_tokens": n_tokens, "temperature": 0}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,40 +1,43 @@
 """`python -m bench remote`: llm-ingress and one remote llm-worker against llm-serve, with a real model.
 
-N streaming clients in a process of their own send distinct prompts at once and read every token, of the one
-and of the other in turn. All processes share the machine; only one of the two works at a time.
+The load is that of `serve`; this mode starts what it measures. All processes share the machine; only one of
+the two works at a time.
 """
 
 import argparse
+import secrets
 from collections.abc import Sequence
-from typing import Any
 
-from bench.report import print_table, spread, write_json
-from bench.served import llm_serve, parser, remote_worker, serve_once
+from bench import serve
+from bench.flags import add_files, add_load
+from bench.plots import write_png
+from bench.report import write_json
+from bench.served import llm_serve, remote_worker
+from bench.targets import Target, alternate
 
 
 def main(argv: Sequence[str]) -> int:
-    args = parser("remote", __doc__).parse_args(argv)
-    results = [_compare(args, n) for n in args.clients]
-    rows = [
-        (
-            result["clients"],
-            spread([run["rate"] for run in result["whole"]]),
-            spread([run["rate"] for run in result["remote"]]),
-            spread(result["ratio"], 3),
-            spread([run["ttft_ms"] for run in result["remote"]], 0),
-        )
-        for result in results
-    ]
-    print_table(("clients", "llm-serve tok/s", "remote tok/s", "remote / serve", "remote TTFT p50 ms"), rows)
+    args = _parser().parse_args(argv)
+    results = []
+    for n in args.clients:
+        with remote_worker(args.model, n) as remote_port, llm_serve(args.model, n) as whole_port:
+            pair = (
+                Target(name="remote", port=remote_port, model=args.model),
+                Target(name="llm-serve", port=whole_port, model=args.model),
+            )
+            measures = {target.name: serve.measure(target, n, args) for target in pair}
+            results.append({"clients": n, "runs": alternate(f"{n} clients", args.rounds, measures)})
+    serve.show(results)
     write_json(args.json, "remote", vars(args), results)
+    write_png(args.png, "a remote worker", serve.panels(results))
     return 0
 
 
-def _compare(args: argparse.Namespace, n: int) -> dict[str, Any]:
-    whole, remote = [], []
-    with llm_serve(args.model, n) as whole_port, remote_worker(args.model, n) as remote_port:
-        for _ in range(args.rounds):
-            whole.append(serve_once(whole_port, args.model, n, args.tokens))
-            remote.append(serve_once(remote_port, args.model, n, args.tokens))
-    ratio = [r["rate"] / w["rate"] for r, w in zip(remote, whole, strict=True)]
-    return {"clients": n, "whole": whole, "remote": remote, "ratio": ratio}
+def _parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(prog="python -m bench remote", description=__doc__)
+    flags.add_argument("--model", default="smollm2", help="as for llm-serve (smollm2)")
+    add_load(flags, [8, 32], 96)
+    flags.add_argument("--rounds", type=int, default=5, help="alternating runs of each (5)")
+    add_files(flags)
+    flags.set_defaults(requests=1, seed=secrets.token_hex(2))
+    return flags

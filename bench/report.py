@@ -1,6 +1,7 @@
 """Tables, medians with their spread, and JSON: how every benchmark shows its figures."""
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -14,6 +15,12 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     """`median (min-max)`."""
     low, high = min(values), max(values)
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of the values that at least so many percent of them do not exceed."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(len(ranked) * percent / 100) - 1)]
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -1,7 +1,5 @@
-"""What serves a real model over HTTP: llm-serve, or llm-ingress with one llm-worker; a round of clients."""
+"""What serves a real model over HTTP: llm-serve, or llm-ingress with one llm-worker."""
 
-import argparse
-import statistics
 import subprocess
 import sys
 import time
@@ -13,53 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.clients import ask_all
 from bench.fleet import DAYS, SERVER_NAME, ingress, port_in_line
-from bench.prompts import distinct
 from llm_ingress.pki import Period, parse_names
 from llm_ingress.pki_folder import init, issue_worker
 
 CTX_SIZE = 512
 LOAD_S = 60.0
-
-
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The flags of the benchmarks that serve a real model."""
-    flags = argparse.ArgumentParser(prog=f"python -m bench {name}", description=description)
-    flags.add_argument("--model", default="smollm2", help="as for llm-serve (smollm2)")
-    flags.add_argument(
-        "--clients",
-        type=lambda text: [int(n) for n in text.split(",")],
-        default=[8, 32],
-        help="numbers of clients, comma separated (8,32)",
-    )
-    flags.add_argument("--tokens", type=int, default=96, help="tokens of each answer (96)")
-    flags.add_argument("--rounds", type=int, default=5, help="alternating runs of each (5)")
-    flags.add_argument("--json", metavar="FILE", help="file for the raw figures")
-    return flags
-
-
-def serve_once(port: int, model: str, n: int, n_tokens: int) -> dict[str, float]:
-    """`n` clients send distinct prompts at once and read every token.
-
-    Units: tokens a second from the first request to the last token; milliseconds.
-    """
-    requests = [
-        {
-            "model": model,
-            "temperature": 0,
-            "max_tokens": n_tokens,
-            "messages": [{"role": "user", "content": text}],
-        }
-        for text in distinct(n)
-    ]
-    answers = ask_all("127.0.0.1", port, requests)
-    n_generated = sum(answer.n_tokens for answer in answers)
-    return {
-        "rate": n_generated / max(answer.last_s for answer in answers),
-        "tokens": n_generated,
-        "ttft_ms": 1000 * statistics.median(answer.first_s for answer in answers),
-    }
 
 
 @contextmanager

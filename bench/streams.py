@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench.flags import numbers
 from bench.readers import read_streams
 from bench.report import spread
 from bench.sources import WARM_UP_STEPS, Load
@@ -56,7 +57,7 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--streams",
-        type=lambda text: [int(n) for n in text.split(",")],
+        type=numbers,
         default=[1, 8, 64, 200, 500],
         help="numbers of streams, comma separated (1,8,64,200,500)",
     )

@@ -44,7 +44,7 @@ class LlamaBackend:
         self._fingerprint = fingerprint
         self._n_seq_max = params.n_seq_max
         self._copied = np.empty(0, np.uint8)  # on the way from one slot to another
-        self._batch = llama.Batch(params.n_batch, params.n_ctx)
+        self._batch = llama.Batch(params.n_batch, params.n_ctx // params.n_seq_max)
         self._logits = llama.LogitsViews(context, model.n_vocab)
 
     @classmethod

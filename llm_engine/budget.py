@@ -11,7 +11,7 @@ With a target for the step, slices fill it up and no further, and a sequence mor
 step it would take is still within the target.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 GAP_STEPS = 2.5
 IDLE_STEP_S = 0.25
@@ -30,16 +30,14 @@ _FRESH_STEPS = 500
 _SURPRISE = 3.0  # a step that took more than so many times what it should was somebody else's doing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What the next step has to do: sequences that decode, and those still in their prompts."""
 
     n_decoding: int
     n_prompts: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
+class _Cost(NamedTuple):
     """The smoothed time of a step's decoding part, and the number of the step that told it last."""
 
     seconds: float

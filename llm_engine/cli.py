@@ -124,6 +124,19 @@ def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
         help="layers on the GPU; -1 for all (default: %(default)s)",
     )
     engine.add_argument(
+        "--split-mode",
+        choices=("none", "layer", "row"),
+        default="layer",
+        help="over several GPUs: whole layers, the rows of matrices, or one GPU alone (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--main-gpu",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the GPU that --split-mode none uses (default: %(default)s)",
+    )
+    engine.add_argument(
         "--flash-attn",
         choices=("auto", "on", "off"),
         default="on",
@@ -175,6 +188,8 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
         max_tokens=max_tokens,
         threads=args.threads,
         n_gpu_layers=args.n_gpu_layers,
+        split_mode=args.split_mode,
+        main_gpu=args.main_gpu,
         flash_attn=args.flash_attn,
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
@@ -193,6 +208,7 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("llm_engine").setLevel(logging.INFO)
     # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

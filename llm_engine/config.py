@@ -17,12 +17,14 @@ _RANGES = {
     "max_tokens": (1, 1 << 24),
     "threads": (1, 1024),
     "n_gpu_layers": (-1, 10_000),
+    "main_gpu": (0, 255),
     "batch_size": (1, 1 << 16),
     "cache_ram_mib": (0, 1 << 24),
     "session_ttl": (0, 1 << 31),
     "session_dir_mib": (1, 1 << 30),
 }
 _CHOICES = {
+    "split_mode": ("none", "layer", "row"),
     "flash_attn": ("auto", "on", "off"),
     "cache_type_k": ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
     "cache_type_v": ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
@@ -47,6 +49,8 @@ class EngineConfig:
     max_tokens: int = 4096  # when a request names none
     threads: int | None = None  # None: every core this process may use
     n_gpu_layers: int = 0  # -1: all
+    split_mode: str = "layer"  # of layers over several GPUs
+    main_gpu: int = 0  # the one that is used with split_mode none
     flash_attn: str = "on"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"

@@ -2,7 +2,7 @@
 
 Owns: the step thread and the count of what is in flight. This is the only module where threads meet, in two
 places: `submit`, the handles and the disk put commands on the loop's queue; the step thread delivers all
-events of a step with one `call_soon_threadsafe` per event loop.
+events of a step with one ring at the door of each event loop.
 """
 
 import asyncio
@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Self
+from weakref import WeakKeyDictionary
 
 from llm_engine import gguf
 from llm_engine.backend import Backend, LlamaBackend, context_params
@@ -20,22 +22,26 @@ from llm_engine.budget import Budget
 from llm_engine.config import EngineConfig
 from llm_engine.diskcache import DiskCache, Outcome
 from llm_engine.diskthreads import DiskThreads
+from llm_engine.doorbell import Doorbell
 from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, RequestError, TemplateRefused
+from llm_engine.footprint import Footprint
 from llm_engine.generation import (
     Control,
     Delta,
-    Event,
     GenerateRequest,
     Generation,
     Listener,
+    Mail,
     Mailbox,
     Prepared,
 )
 from llm_engine.gguf import ModelFile
 from llm_engine.header import check_header
 from llm_engine.info import Capacity, EngineInfo, Kept
+from llm_engine.layout import measure
 from llm_engine.loop import Cancel, Close, Disk, Loop, SetPaused, Start
-from llm_engine.model import Model
+from llm_engine.memory import available_bytes
+from llm_engine.model import Model, model_params
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
@@ -62,6 +68,7 @@ class Engine:
         self._n_inflight = 0
         self._n_preparing = 0
         self._closed = False
+        self._doorbells: WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell[Mail]] = WeakKeyDictionary()
         self._watch: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
         self._disk_threads: DiskThreads | None = None
         self._slots = Slots(
@@ -84,7 +91,8 @@ class Engine:
     def spawn(cls, config: EngineConfig) -> Self:
         """Load the model; returns when it is resident.
 
-        Raises: ModelError naming the file and the reason, ConfigError for a directory that cannot be used.
+        Raises: ModelError naming the file and the reason, DoesNotFit before anything large is allocated,
+        ConfigError for a directory that cannot be used.
         """
         if config.session_dir is not None:
             make_session_dir(config.session_dir)
@@ -92,10 +100,11 @@ class Engine:
         for part in file.parts:
             check_header(part)
         try_load(file.path)
-        model = Model.load(file.path, n_gpu_layers=config.n_gpu_layers, mlock=config.mlock)
-        n_ctx = min(config.ctx_size, model.n_ctx_train)
-        info = _describe(model, file, config, n_ctx)
-        backend = LlamaBackend.create(model, context_params(config, n_ctx), info.fingerprint)
+        footprint = measure(file.path, config)
+        config = fitted(config, footprint, available_bytes())
+        model = Model.load(file.path, model_params(config))
+        info = _describe(model, file, config, footprint.n_ctx)
+        backend = LlamaBackend.create(model, context_params(config, info.n_ctx), info.fingerprint)
         return cls(model, backend, config, info)
 
     def prepare(self, request: GenerateRequest) -> Prepared:
@@ -111,8 +120,8 @@ class Engine:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
             prompt = model.tokenize(segments)
         room = self.info.n_ctx - len(prompt)
-        if room < 1:
-            raise PromptTooLong(len(prompt), self.info.n_ctx)
+        if room < max(1, len(request.resumed)):
+            raise PromptTooLong(len(prompt) + len(request.resumed), self.info.n_ctx)
         wanted = request.max_tokens or self._config.max_tokens
         return Prepared(request=request, prompt=tuple(prompt), max_tokens=min(wanted, room))
 
@@ -124,7 +133,7 @@ class Engine:
         Raises: EngineBusy with the waiting list full, EngineClosed, and what `prepare` raises.
         """
         prepared = request if isinstance(request, Prepared) else self.prepare(request)
-        mailbox = Mailbox(_running_loop(), on_event)
+        mailbox = Mailbox(self._doorbell(), on_event)
         sequence = _sequence(mailbox, prepared)
         with self._count:
             if self._closed:
@@ -216,6 +225,16 @@ class Engine:
                 self._n_preparing -= 1
                 self._count.notify_all()
 
+    def _doorbell(self) -> Doorbell[Mail] | None:
+        """That of the calling thread's event loop."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return None
+        if loop not in self._doorbells:
+            self._doorbells[loop] = Doorbell(loop, _put_all)
+        return self._doorbells[loop]
+
     def _control(self, mailbox: Mailbox, control: Control) -> None:
         match control:
             case Control.CANCEL:
@@ -250,15 +269,15 @@ class Engine:
 
     def _deliver(self, events: list[Addressed]) -> None:
         """Hand a step's events over. Thread: step thread."""
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Mailbox, Event]]] = {}
+        by_door: dict[Doorbell[Mail] | None, Mail] = {}
         for mailbox, event in events:
             assert isinstance(mailbox, Mailbox)
-            by_loop.setdefault(mailbox.loop, []).append((mailbox, event))
-        for loop, batch in by_loop.items():
-            if loop is None:
-                _put_all(batch)
-            elif not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, batch)
+            by_door.setdefault(mailbox.doorbell, []).append((mailbox, event))
+        for doorbell, mail in by_door.items():
+            if doorbell is None:
+                _put_all(mail)
+            else:
+                doorbell.put(mail)
         n_ended = sum(not isinstance(event, Delta) for _, event in events)
         if n_ended:
             with self._count:
@@ -266,9 +285,9 @@ class Engine:
                 self._count.notify_all()
 
 
-def _put_all(batch: list[tuple[Mailbox, Event]]) -> None:
+def _put_all(mail: Mail) -> None:
     """Deliver to each; one that raises does not keep the others from theirs."""
-    for mailbox, event in batch:
+    for mailbox, event in mail:
         try:
             mailbox.put(event)
         except Exception:
@@ -282,13 +301,6 @@ def _encodable(segments: tuple[str, ...]) -> tuple[str, ...]:
     except UnicodeEncodeError as error:
         raise RequestError("the messages hold half a surrogate pair, which is no text") from error
     return segments
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:
@@ -307,6 +319,17 @@ def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:
         ),
         text=TextAssembler(request.stop),
     )
+
+
+def fitted(config: EngineConfig, footprint: Footprint, free_bytes: int) -> EngineConfig:
+    """Say what the engine will take; the options with a prefix cache of half of what it leaves, at most.
+
+    Raises: DoesNotFit.
+    """
+    room_mib = footprint.room_left(free_bytes) >> 20
+    cache_mib = min(config.cache_ram_mib, room_mib // 2) if config.cache_prompt else 0
+    logger.info("%s", footprint.summary(cache_bytes=cache_mib << 20, free_bytes=free_bytes))
+    return replace(config, cache_ram_mib=cache_mib)
 
 
 def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -> EngineInfo:

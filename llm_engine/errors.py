@@ -2,6 +2,7 @@
 
 EngineError
 ├── ModelError           the operator's: this file cannot be loaded (names it, gives llama.cpp's reason)
+├── DoesNotFit           the operator's: this machine has no memory for what the options ask for
 ├── ConfigError          the operator's: an option is out of its range (names field, value and range)
 ├── RequestError         the caller's: this request can never be honoured
 │   ├── PromptTooLong    more tokens than a slot holds
@@ -24,6 +25,10 @@ class ModelError(EngineError):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
+
+
+class DoesNotFit(EngineError):
+    """The machine cannot hold the model with its KV; the text says what would take less."""
 
 
 class ConfigError(EngineError, ValueError):

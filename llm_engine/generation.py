@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self, TypeAlias
 
+from llm_engine.doorbell import Doorbell
 from llm_engine.errors import EngineError, RequestError
 from llm_engine.sampling import SamplingParams
 
@@ -107,13 +108,13 @@ Listener: TypeAlias = Callable[[Event], None]
 class Mailbox:
     """Where the events of one generation wait for its caller.
 
-    With an event loop, `put` and everything else happen on it; without one, the step thread puts and the
-    calling thread takes. It is the generation's key on the step thread, which so never holds the handle:
+    With a doorbell, `put` and everything else happen on its event loop; without one, the step thread puts and
+    the calling thread takes. It is the generation's key on the step thread, which so never holds the handle:
     a dropped handle can be collected and cancel.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None, listener: Listener | None) -> None:
-        self.loop = loop
+    def __init__(self, doorbell: Doorbell["Mail"] | None, listener: Listener | None) -> None:
+        self.doorbell = doorbell
         self.is_over = False  # its end was put
         self._listener = listener
         self._events: deque[Event] = deque()
@@ -124,7 +125,7 @@ class Mailbox:
         self.is_over = not isinstance(event, Delta)
         if self._listener is not None:
             self._listener(event)
-        elif self.loop is None:
+        elif self.doorbell is None:
             self._thread_events.put(event)
         else:
             self._events.append(event)
@@ -137,15 +138,18 @@ class Mailbox:
             self._listener = _ignore
 
     async def next(self) -> Event:
-        assert self.loop is not None, "submitted without a running event loop: iterate with `for`"
+        assert self.doorbell is not None, "submitted without a running event loop: iterate with `for`"
         while not self._events:
-            self._arrived = self.loop.create_future()
+            self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
         return self._events.popleft()
 
     def next_in_thread(self) -> Event:
-        assert self.loop is None, "submitted on an event loop: iterate with `async for`"
+        assert self.doorbell is None, "submitted on an event loop: iterate with `async for`"
         return self._thread_events.get()
+
+
+Mail: TypeAlias = list[tuple[Mailbox, Event]]  # the events of one step for one event loop
 
 
 def _ignore(_event: Event) -> None:

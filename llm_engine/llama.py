@@ -50,6 +50,14 @@ class FlashAttn(IntEnum):
     ON = c.LLAMA_FLASH_ATTN_TYPE_ENABLED
 
 
+class SplitMode(IntEnum):
+    """How a model is spread over several GPUs. Source: llama.h, enum llama_split_mode."""
+
+    NONE = c.LLAMA_SPLIT_MODE_NONE
+    LAYER = c.LLAMA_SPLIT_MODE_LAYER
+    ROW = c.LLAMA_SPLIT_MODE_ROW
+
+
 class CacheType(IntEnum):
     """Element type of the KV cache. Source: ggml.h, enum ggml_type."""
 
@@ -61,6 +69,18 @@ class CacheType(IntEnum):
     Q5_1 = 7
     Q8_0 = 8
     BF16 = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParams:
+    """What `load_model` sets of llama_model_params; the rest keeps llama.cpp's defaults."""
+
+    n_gpu_layers: int = 0  # negative: all
+    split_mode: SplitMode = SplitMode.LAYER
+    main_gpu: int = 0
+    mlock: bool = False
+    repack: bool = True  # rearrange the weights for this CPU
+    allocates: bool = True  # False: metadata alone, for contexts that only count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +105,28 @@ class _Log:
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=8)
+        self._texts: list[str] | None = None
         self._level = 0
-        self.callback = c.llama_log_callback(self._on_line)
+        self.callback = c.llama_log_callback(self._on_text)
 
-    def _on_line(self, level: int, text: bytes, _user_data: Any) -> None:
+    @property
+    def text(self) -> str:
+        """All that was said since `keep`."""
+        return "".join(self._texts or ())
+
+    def keep(self, keeps: bool) -> None:
+        self.errors.clear()
+        self._texts = [] if keeps else None
+
+    def _on_text(self, level: int, text: bytes, _user_data: Any) -> None:
         self._level = self._level if level == _GGML_LOG_CONT else level
-        if self._level == _GGML_LOG_ERROR:
-            line = text.decode("utf-8", "replace").strip()
-            if line:
-                self.errors.append(line)
+        if self._level != _GGML_LOG_ERROR and self._texts is None:
+            return
+        decoded = text.decode("utf-8", "replace")
+        if self._texts is not None:
+            self._texts.append(decoded)
+        if self._level == _GGML_LOG_ERROR and (line := decoded.strip()):
+            self.errors.append(line)
 
 
 _log = _Log()
@@ -108,19 +141,32 @@ def collected_errors() -> Iterator[deque[str]]:
     yield _log.errors
 
 
-def load_model(
-    path: os.PathLike[str] | str,
-    *,
-    n_gpu_layers: int = 0,
-    mlock: bool = False,
-    repack: bool = True,
-) -> ModelPointer | None:
+@contextmanager
+def collected_log() -> Iterator[_Log]:
+    """Collect everything llama.cpp says, the sizes of its buffers among it."""
+    _log.keep(True)
+    try:
+        yield _log
+    finally:
+        _log.keep(False)
+
+
+def load_model(path: os.PathLike[str] | str, wanted: ModelParams) -> ModelPointer | None:
     """Load a GGUF; None on failure, with the reason in the log. Source: llama_model_load_from_file."""
     params = c.llama_model_default_params()
-    params.n_gpu_layers = n_gpu_layers
-    params.load_mode = c.LLAMA_LOAD_MODE_MLOCK if mlock else c.LLAMA_LOAD_MODE_MMAP
-    params.use_extra_bufts = repack
+    params.n_gpu_layers = wanted.n_gpu_layers
+    params.split_mode = wanted.split_mode
+    params.main_gpu = wanted.main_gpu
+    params.load_mode = _load_mode(wanted)
+    params.use_extra_bufts = wanted.repack
+    params.no_alloc = not wanted.allocates
     return c.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
+
+
+def _load_mode(wanted: ModelParams) -> int:
+    if not wanted.allocates:
+        return int(c.LLAMA_LOAD_MODE_NONE)
+    return int(c.LLAMA_LOAD_MODE_MLOCK if wanted.mlock else c.LLAMA_LOAD_MODE_MMAP)
 
 
 def free_model(model: ModelPointer) -> None:
@@ -148,6 +194,11 @@ def init_context(model: ModelPointer, wanted: ContextParams) -> ContextPointer |
     params.swa_full = True
     params.no_perf = True
     return c.llama_init_from_model(model, params)  # type: ignore[no-any-return]
+
+
+def has_gpu() -> bool:
+    """Whether this build of the library found a device to put layers on."""
+    return bool(c.llama_supports_gpu_offload())
 
 
 def free_context(context: ContextPointer) -> None:
@@ -245,6 +296,14 @@ def chat_template(model: ModelPointer) -> str | None:
 
 def n_params(model: ModelPointer) -> int:
     return int(c.llama_model_n_params(model))
+
+
+def n_layers(model: ModelPointer) -> int:
+    return int(c.llama_model_n_layer(model))
+
+
+def n_weights_bytes(model: ModelPointer) -> int:
+    return int(c.llama_model_size(model))
 
 
 def n_ctx_train(model: ModelPointer) -> int:

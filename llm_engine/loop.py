@@ -9,8 +9,8 @@ import queue
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from llm_engine.backend import Backend
 from llm_engine.budget import Budget, Load
@@ -59,13 +59,12 @@ class Close:
 Command: TypeAlias = Start | Cancel | SetPaused | Disk | Close
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
+class StepStats(NamedTuple):
     """How the last steps went; published after each for any thread to read."""
 
-    n_decoding: int = 0
     n_admissible: int  # sequences that may be in the engine before more would slow the step too far
-    kv_promised_tokens: int = 0
+    kv_promised_tokens: int
+    n_decoding: int = 0
     step_ms: float = 0.0  # smoothed
     ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
     tokens_per_second: float = 0.0  # smoothed
@@ -109,13 +108,14 @@ class Loop:
 
     def end(self) -> None:
         """Answer everyone who still waits, in the queue of commands too, and free the context."""
+        keeps_sessions = self._keeps_sessions  # not if a fault came first: nobody knows what cells hold then
         events: list[Addressed] = []
         while not self.commands.empty():
             events += self._apply(self.commands.get_nowait())
         ended = EngineClosed("the engine has ended")
         events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
         self._deliver(events)
-        if self._keeps_sessions:
+        if keeps_sessions:
             self._put_away(self._clock() + PUT_AWAY_S)
         self._backend.close()
 
@@ -152,7 +152,7 @@ class Loop:
         with suppress(queue.Empty):
             command = self.commands.get(timeout=timeout_s)
             # A first step that never ends is told by its age, as any other.
-            self.stats = replace(self.stats, ended_at=self._clock())
+            self.stats = self.stats._replace(ended_at=self._clock())
             self._deliver(self._apply(command))
 
     def _expire(self) -> None:

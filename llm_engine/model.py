@@ -14,11 +14,13 @@ from typing import Self
 
 from llm_engine import llama
 from llm_engine.chat import ChatTemplate
+from llm_engine.config import EngineConfig
 from llm_engine.errors import ModelError
 
 _DIGEST_HEAD_BYTES = 16 << 20
 _DIGEST_SAMPLES = 64
 _DIGEST_SAMPLE_BYTES = 64 << 10
+_ON_THE_CPU = llama.ModelParams()
 
 
 class Model:
@@ -36,13 +38,13 @@ class Model:
         self._pieces: dict[int, bytes] = {}
 
     @classmethod
-    def load(cls, path: Path, *, n_gpu_layers: int = 0, mlock: bool = False) -> Self:
+    def load(cls, path: Path, params: llama.ModelParams = _ON_THE_CPU) -> Self:
         """Load a GGUF.
 
         Raises: ModelError with the file and llama.cpp's own reason.
         """
         with llama.collected_errors() as errors:
-            pointer = llama.load_model(path, n_gpu_layers=n_gpu_layers, mlock=mlock)
+            pointer = llama.load_model(path, params)
             if not pointer:
                 raise ModelError(str(path), _reason(errors))
         return cls(path, pointer)
@@ -117,6 +119,15 @@ class Model:
         """Texts that tokenise to something other than text."""
         controls = (t for t in range(self.n_vocab) if llama.token_attr(self._vocab, t))
         return frozenset(llama.token_text(self._vocab, t) for t in controls)
+
+
+def model_params(config: EngineConfig) -> llama.ModelParams:
+    return llama.ModelParams(
+        n_gpu_layers=config.n_gpu_layers,
+        split_mode=llama.SplitMode[config.split_mode.upper()],
+        main_gpu=config.main_gpu,
+        mlock=config.mlock,
+    )
 
 
 def _reason(errors: Sequence[str]) -> str:

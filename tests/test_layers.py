@@ -61,7 +61,7 @@ FENCES = {
         "llm_worker/cli.py",
         "llm_serve/cli.py",
     ),
-    "ctypes": ("llm_engine/llama.py",),
+    "ctypes": ("llm_engine/llama.py", "llm_engine/doorbell.py"),
 }
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from bench import balance, fairness, parked
+from bench.arrivals import poisson
 from bench.fleet import Tally
-from bench.open_loop import Asked, poisson
+from tests.bench.seen import answer
 
 
 def results(path: Path) -> Any:
@@ -24,14 +25,13 @@ def test_random_arrivals_repeat_with_their_seed_and_come_at_their_rate() -> None
     assert max(times) < 50
 
 
-def test_waits_are_the_light_tenants_and_refusals_are_counted_not_waited_for() -> None:
-    asked = [Asked(fairness.LIGHT, 200, first_s=n / 100, last_s=n / 100 + 1) for n in range(1, 101)]
-    asked += [Asked(fairness.LIGHT, 503, 9.0, 9.0), Asked(fairness.HEAVY, 200, 8.0, 8.0)]
-    figures = fairness.figures(asked)
+def test_a_tenant_waits_for_what_is_answered_and_refusals_are_counted() -> None:
+    seen = [answer(text_at=(n / 100,), ended_at=n / 100 + 1) for n in range(1, 101)]
+    figures = fairness.figures([*seen, answer(status=503, ended_at=9.0)])
     assert (figures["asked"], figures["refused"]) == (101, 1)
     assert figures["worst_ms"] == pytest.approx(1000)
     assert figures["worst_end_ms"] == pytest.approx(2000)
-    assert figures["p95_ms"] == pytest.approx(960)
+    assert figures["p95_ms"] == pytest.approx(950)
 
 
 def test_shares_are_of_what_was_served_and_releases_of_what_was_granted() -> None:

@@ -73,10 +73,17 @@ class FakeBackend:
     """Computes plans over bytes."""
 
     def __init__(
-        self, reply: Reply = echo, *, n_batch: int = 512, n_slots: int = 8, trim: Trim = Trim.ANYWHERE
+        self,
+        reply: Reply = echo,
+        *,
+        n_batch: int = 512,
+        n_slots: int = 8,
+        n_ctx: int = 4096,
+        trim: Trim = Trim.ANYWHERE,
     ) -> None:
         self.reply = reply
         self.n_batch = n_batch
+        self.n_ctx = n_ctx
         self.trim = trim
         self.slots = [SlotCells() for _ in range(n_slots)]
         self.plans: list[list[tuple[int, int]]] = []  # (seq_id, tokens) of each slice of each step
@@ -97,6 +104,8 @@ class FakeBackend:
             raise BackendError("made to fail")
         n_tokens = sum(part.n_tokens for part in plan.slices)
         assert 0 < n_tokens <= self.n_batch, f"{n_tokens} tokens in a batch of {self.n_batch}"
+        if any(part.sequence.n_computed + part.n_tokens > self.n_ctx for part in plan.slices):
+            raise BackendError("a slot is full: nothing of the batch is computed")
         time.sleep(self.token_s * n_tokens)
         rows = [self._compute(self.slots[part.sequence.slot], part) for part in plan.slices]
         self.plans.append([(part.sequence.slot, part.n_tokens) for part in plan.slices])

@@ -57,7 +57,7 @@ class FakeModel(ByteVocabulary):
 @contextmanager
 def running(reply: Reply = echo, *, n_ctx: int = 256, **options: Any) -> Iterator[tuple[Engine, FakeBackend]]:
     config = EngineConfig(**{"max_inflight": 4, "max_waiting": 4, **options})
-    backend = FakeBackend(reply, n_batch=config.batch_size, n_slots=config.n_slots)
+    backend = FakeBackend(reply, n_batch=config.batch_size, n_slots=config.n_slots, n_ctx=n_ctx)
     info = EngineInfo(
         name="fake",
         aliases=(),
@@ -343,6 +343,30 @@ def test_an_option_out_of_range_names_field_and_value(field: str, value: object)
     options: dict[str, Any] = {field: value}
     with pytest.raises(ConfigError, match=f"{field} .*{value}"):
         EngineConfig(**options)
+
+
+async def test_a_sequence_at_the_edge_of_its_context_shortens_no_neighbour() -> None:
+    async def read(text: str) -> list[Event]:
+        return [event async for event in engine.submit(ask(text))]
+
+    with running(forever, n_ctx=64) as (engine, _):
+        # All begin together; the edge comes for each in another step, and for those that queue last.
+        answers = await asyncio.gather(*(read("x" * n) for n in (62, 50, 30, 5, 61, 1)))
+    for n_prompt, events in zip((63, 51, 31, 6, 62, 2), answers, strict=True):
+        assert isinstance(events[-1], Finished)
+        assert (events[-1].reason, events[-1].n_completion) == (StopReason.LENGTH, 64 - n_prompt)
+
+
+def test_a_continuation_that_does_not_fit_is_refused_and_its_neighbour_goes_on() -> None:
+    with running(echo, n_ctx=64) as (engine, _):
+        neighbour = engine.submit(ask("a word"))
+        with pytest.raises(PromptTooLong) as refused:
+            engine.submit(ask("0123456789", resumed=tuple(b"x" * 54)))
+        assert (refused.value.n_prompt, refused.value.n_ctx) == (65, 64)
+        assert text_of(list(neighbour)) == "a word"
+        # Up to the last cell it does.
+        *_, last = engine.submit(ask("0123456789", resumed=tuple(b"x" * 53)))
+        assert isinstance(last, Finished)
 
 
 # --- kept sessions ------------------------------------------------------------------------------------------

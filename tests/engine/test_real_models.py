@@ -109,6 +109,19 @@ async def test_an_answer_ends_at_the_context_edge_with_length(engine: Engine) ->
         engine.prepare(greedy("word " * 1000))
 
 
+async def test_a_slot_that_is_full_changes_nothing_for_its_neighbours(engine: Engine) -> None:
+    n_ctx = engine.info.n_ctx
+    n_others = len(engine.prepare(greedy("word " * 100)).prompt) - 100
+    full = greedy("word " * (n_ctx - 6 - n_others), max_tokens=100_000)
+    assert len(engine.prepare(full).prompt) == n_ctx - 6
+    neighbour = greedy(PROMPTS[3], max_tokens=40)
+    alone = tokens_of(await read(engine, neighbour))
+    events, *beside = await asyncio.gather(read(engine, full), *(read(engine, neighbour) for _ in range(4)))
+    assert isinstance(events[-1], Finished)
+    assert 1 <= events[-1].n_completion <= 6
+    assert [tokens_of(each) for each in beside] == [alone] * 4
+
+
 def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(smollm2_engine: Engine) -> None:
     with pytest.raises(PromptTooLong) as refused:
         smollm2_engine.prepare(greedy("x" * 9_000_000))

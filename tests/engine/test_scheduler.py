@@ -229,9 +229,20 @@ def test_a_plan_that_still_holds_is_what_planning_anew_would_give(
 def test_a_step_of_nothing_but_decoding_is_planned_once() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     turn(made, ord("x"))
-    assert made.steady is None
-    first = made.plan(100)
-    made.commit(first, [ord("x")] * 2, now=3.0)
-    assert made.steady is first
+    with_prompts, decoding = made.steady, made.plan(100)
+    made.commit(decoding, [ord("x")] * 2, now=3.0)
+    assert (with_prompts, made.steady) == (None, decoding)
     made.enqueue(sequence("c"))
     assert made.steady is None
+
+
+def test_kv_is_promised_for_prompt_and_answer_of_whoever_holds_a_slot() -> None:
+    made = scheduler(
+        sequence("a", n_prompt=10, max_tokens=5),
+        sequence("b", n_prompt=3, resumed=b"xy", max_tokens=40),
+        sequence("waiting", n_prompt=100, max_tokens=100),
+        n_slots=2,
+    )
+    assert made.kv_promised_tokens == (10 + 5) + (3 + 40)
+    made.cancel("b", now=3.0)
+    assert made.kv_promised_tokens == 10 + 5
