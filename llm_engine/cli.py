@@ -20,7 +20,7 @@ EXIT_BROKEN_PIPE = 141
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that `engine_config` reads, with that of `add_session_ttl_flag`."""
+    """Flags that `engine_config` reads."""
     _add_model_flags(parser.add_argument_group("model"))
     engine = parser.add_argument_group("engine")
     _add_batching_flags(engine)
@@ -174,7 +174,9 @@ def add_max_tokens_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> EngineConfig:
+def engine_config(
+    args: argparse.Namespace, *, max_tokens: int = 4096, session_ttl: int = 300
+) -> EngineConfig:
     """The engine's options from parsed flags.
 
     Raises: ConfigError.
@@ -199,7 +201,7 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
         prefill_chunk=args.prefill_chunk,
         cache_prompt=not args.no_cache_prompt,
         cache_ram_mib=args.cache_ram_mib,
-        session_ttl=args.session_ttl,
+        session_ttl=session_ttl,
         session_dir=args.session_dir,
         session_dir_mib=args.session_dir_mib,
     )
@@ -212,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with Engine.spawn(engine_config(args)) as engine:
+        with Engine.spawn(engine_config(args, session_ttl=args.session_ttl)) as engine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return _print_answer(engine.submit(_request(args)))
     except EngineError as error:

@@ -229,7 +229,7 @@ def _certified_name(files: CertificateFiles) -> str:
 
 def _load(args: argparse.Namespace) -> Engine:
     started = time.monotonic()
-    engine = Engine.spawn(engine_config(args, max_tokens=args.max_tokens))
+    engine = Engine.spawn(engine_config(args, max_tokens=args.max_tokens, session_ttl=args.session_ttl))
     info = engine.info
     logger.info(
         "%s is loaded in %.1f s: %d slots of %d tokens",

@@ -89,7 +89,7 @@ class _Settings:
 
 def _settings(args: argparse.Namespace) -> _Settings:
     return _Settings(
-        engine=engine_config(args, max_tokens=args.max_tokens),
+        engine=engine_config(args, max_tokens=args.max_tokens, session_ttl=args.session_ttl),
         serving=serving_config(args),
         public=public_config(args),
         gateway=gateway_config(args),
