@@ -1,8 +1,6 @@
 """The threads that wait for the disk: orders in, outcomes out, on a real disk and on a full one."""
 
 import logging
-import os
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,20 +97,6 @@ def test_a_disk_that_hangs_does_not_hang_whoever_closes_it(tmp_path: Path) -> No
     other.close()
     SlowToWrite.may_write.set()
     threads.close(PATIENCE_S)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_full_disk_is_said_once_and_used_again_when_it_has_room(

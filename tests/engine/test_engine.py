@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -412,6 +413,20 @@ def test_an_engine_that_is_closed_in_a_hurry_keeps_nothing(tmp_path: Path) -> No
         n_cached(engine, TALK)
         engine.close(keep_sessions=False)
     assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_disk_that_is_full_is_one_line_and_costs_nobody_an_answer(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(session_dir=small_disk, max_inflight=1) as (engine, _):
+        n_left = shutil.disk_usage(small_disk).free
+        (small_disk / "another's").write_bytes(bytes(n_left))
+        for i in range(3):
+            assert n_cached(engine, f"{i}: {TALK}") == 0
+    assert [line for line in caplog.messages if "No space left" in line] == caplog.messages
+    assert len(caplog.messages) == 1
+    with running(session_dir=small_disk) as (engine, _):
+        assert engine.kept().disk == Tier(0, 0)
 
 
 def test_a_disk_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
