@@ -65,6 +65,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             self._check(field.name, getattr(self, field.name))
+        if self.model == "":
+            raise ConfigError("model is empty, must be a path, REPO, REPO:FILE, or smollm2")
         if self.batch_size < self.n_slots:
             raise ConfigError(f"batch_size {self.batch_size} is less than max_inflight {self.n_slots}")
         if self.session_dir is not None and not (self.cache_prompt and self.cache_ram_mib):

@@ -100,10 +100,12 @@ class Loop:
         """Step until closed; sleeps when there is nothing to compute."""
         while not self._closing:
             events, computed = self.step()
+            is_idle = not computed and not self._closing
+            if is_idle:
+                self._set_stats(self._idle_stats())
             if events:
                 self._deliver(events)
-            if not computed and not self._closing:
-                self._set_stats(self._idle_stats())
+            if is_idle:
                 self._sleep()
 
     def end(self) -> None:

@@ -103,4 +103,4 @@ async def test_a_session_directory_that_cannot_be_used_is_one_line(tmp_path: Pat
     command = [str(COMMAND), "--model", "smollm2", "--port", "0", "--session-dir", str(tmp_path / "file")]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == f"llm-serve: session_dir {tmp_path / 'file'}: File exists\n"
+    assert done.stderr == f"llm-serve: --session-dir {tmp_path / 'file'}: File exists\n"
