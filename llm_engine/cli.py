@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
@@ -102,6 +103,19 @@ def _add_reuse_flags(engine: argparse._ArgumentGroup) -> None:
         help="host memory for the KV of prompts whose slot was taken; 0 for none (default: %(default)s)",
     )
     engine.add_argument(
+        "--session-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep there what host memory has no room for, and everything over a restart (default: nowhere)",
+    )
+    engine.add_argument(
+        "--session-dir-mib",
+        type=int,
+        default=8192,
+        metavar="MIB",
+        help="most of it that this process keeps there (default: %(default)s)",
+    )
+    engine.add_argument(
         "--no-cache-prompt",
         action="store_true",
         help="compute every prompt anew, whatever earlier ones had in common with it",
@@ -145,6 +159,18 @@ def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
         )
 
 
+def add_session_ttl_flag(parser: argparse.ArgumentParser) -> None:
+    """How long KV outlives its last use, for every command that runs an engine."""
+    parser.add_argument(
+        "--session-ttl",
+        type=int,
+        default=300,
+        metavar="S",
+        help="seconds after which what nobody used is dropped, wherever it is kept; 0 for never"
+        " (default: %(default)s)",
+    )
+
+
 def add_max_tokens_flag(parser: argparse.ArgumentParser) -> None:
     """The limit of answers whose request names none, for commands that serve."""
     parser.add_argument(
@@ -156,7 +182,9 @@ def add_max_tokens_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> EngineConfig:
+def engine_config(
+    args: argparse.Namespace, *, max_tokens: int = 4096, session_ttl: int = 300
+) -> EngineConfig:
     """The engine's options from parsed flags.
 
     Raises: ConfigError.
@@ -181,6 +209,9 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
         prefill_chunk=args.prefill_chunk,
         cache_prompt=not args.no_cache_prompt,
         cache_ram_mib=args.cache_ram_mib,
+        session_ttl=session_ttl,
+        session_dir=args.session_dir,
+        session_dir_mib=args.session_dir_mib,
     )
 
 
@@ -201,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # While it loads: what Python's own handler raises inside llama.cpp's log callback would be lost.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with Engine.spawn(engine_config(args)) as engine:
+        with Engine.spawn(engine_config(args, session_ttl=args.session_ttl)) as engine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return _answer(engine, args)
     except (ConfigError, RequestError) as error:
@@ -236,6 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="makes an answer repeatable (default: random)")
     add_engine_flags(parser)
+    add_session_ttl_flag(parser)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from llm_engine.errors import ConfigError
 
@@ -19,6 +20,8 @@ _RANGES = {
     "main_gpu": (0, 255),
     "batch_size": (1, 1 << 16),
     "cache_ram_mib": (0, 1 << 24),
+    "session_ttl": (0, 1 << 31),
+    "session_dir_mib": (1, 1 << 30),
 }
 _CHOICES = {
     "split_mode": ("none", "layer", "row"),
@@ -55,6 +58,9 @@ class EngineConfig:
     batch_size: int = 512  # tokens in one step at most
     cache_prompt: bool = True  # begin a prompt with what earlier ones had in common with it
     cache_ram_mib: int = 2048  # host memory for cells whose slot another request took; 0: none
+    session_ttl: int = 300  # seconds after which cells that nobody used are dropped; 0: never
+    session_dir: Path | None = None  # where those go for which host memory has no room, and at the end all
+    session_dir_mib: int = 8192
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -63,6 +69,8 @@ class EngineConfig:
             raise ConfigError("model is empty, must be a path, REPO, REPO:FILE, or smollm2")
         if self.batch_size < self.n_slots:
             raise ConfigError(f"batch_size {self.batch_size} is less than max_inflight {self.n_slots}")
+        if self.session_dir is not None and not (self.cache_prompt and self.cache_ram_mib):
+            raise ConfigError(f"session_dir {self.session_dir} needs cache_prompt, and cache_ram_mib above 0")
         if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
             raise ConfigError(f"cache_type_v {self.cache_type_v} needs flash_attn on or auto")
 

@@ -1,8 +1,8 @@
 """The engine: load a model, submit requests, read their events.
 
 Owns: the step thread and the count of what is in flight. This is the only module where threads meet, in two
-places: `submit` and the handles put commands on the loop's queue; the step thread delivers all events of a
-step with one ring at the door of each event loop.
+places: `submit`, the handles and the disk put commands on the loop's queue; the step thread delivers all
+events of a step with one ring at the door of each event loop.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from llm_engine import gguf
 from llm_engine.backend import Backend, LlamaBackend, context_params
 from llm_engine.budget import Budget
 from llm_engine.config import EngineConfig
+from llm_engine.diskcache import DiskCache, Outcome
+from llm_engine.diskthreads import DiskThreads
 from llm_engine.doorbell import Doorbell
 from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, RequestError, TemplateRefused
 from llm_engine.footprint import Footprint
@@ -35,20 +37,23 @@ from llm_engine.generation import (
 )
 from llm_engine.gguf import ModelFile
 from llm_engine.header import check_header
-from llm_engine.hostcache import HostCache
-from llm_engine.info import Capacity, EngineInfo
+from llm_engine.info import Capacity, EngineInfo, Kept
 from llm_engine.layout import measure
-from llm_engine.loop import Cancel, Close, Loop, SetPaused, Start
+from llm_engine.loop import Cancel, Close, Disk, Loop, SetPaused, Start
 from llm_engine.memory import available_bytes
 from llm_engine.model import Model, model_params
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
+from llm_engine.sessiondir import SessionDir, make_session_dir
 from llm_engine.slots import Slots
+from llm_engine.store import Store
 from llm_engine.text import TextAssembler
 from llm_engine.trial import try_load
 
 logger = logging.getLogger(__name__)
+
+DISK_CLOSE_S = 1.0  # for what the disk is in the middle of
 
 
 class Engine:
@@ -65,11 +70,20 @@ class Engine:
         self._closed = False
         self._doorbells: WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell[Mail]] = WeakKeyDictionary()
         self._watch: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
-        scheduler = Scheduler(_slots(model, backend, config), model)
+        self._disk_threads: DiskThreads | None = None
+        self._slots = Slots(
+            config.n_slots,
+            backend,
+            Store(config.cache_ram_mib << 20, self._open_disk()),
+            is_end_of_turn=model.is_end_of_generation,
+            reuses=config.cache_prompt,
+            ttl_s=config.session_ttl or None,
+        )
+        scheduler = Scheduler(self._slots, model)
         budget = Budget(
             config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
         )
-        self._loop = Loop(backend, scheduler, budget, self._deliver, self._tell_watcher)
+        self._loop = Loop(backend, self._slots, scheduler, budget, self._deliver, self._tell_watcher)
         self._thread = threading.Thread(target=self._run, name="llm-engine-step", daemon=True)
         self._thread.start()
 
@@ -77,8 +91,11 @@ class Engine:
     def spawn(cls, config: EngineConfig) -> Self:
         """Load the model; returns when it is resident.
 
-        Raises: ModelError naming the file and the reason, DoesNotFit before anything large is allocated.
+        Raises: ModelError naming the file and the reason, DoesNotFit before anything large is allocated,
+        ConfigError for a directory that cannot be used.
         """
+        if config.session_dir is not None:
+            make_session_dir(config.session_dir)
         file = gguf.resolve(config.model, url=config.model_url, download=config.download)
         for part in file.parts:
             check_header(part)
@@ -135,6 +152,7 @@ class Engine:
     def capacity(self) -> Capacity:
         """How busy the engine is now."""
         stats, inflight = self._loop.stats, self._n_inflight
+        running, kept = self._slots.running, self.kept()
         n_admissible = 0 if self._closed else min(self.info.max_inflight, stats.n_admissible)
         return Capacity(
             inflight=inflight,
@@ -146,10 +164,15 @@ class Engine:
             kv_promised_tokens=stats.kv_promised_tokens,
             tokens_per_second=stats.tokens_per_second,
             prompt_tokens_per_second=stats.prompt_tokens_per_second,
-            n_sessions=stats.kept.n_sessions,
-            kv_bytes=stats.kept.n_bytes,
-            kv_promised_bytes=stats.kv_promised_bytes,
+            n_sessions=running.n_sessions + kept.slots.n_sessions + kept.host.n_sessions,
+            kv_bytes=running.n_bytes + kept.slots.n_bytes + kept.host.n_bytes,
+            kv_promised_bytes=self._slots.n_bytes_of(running.n_sessions, stats.kv_promised_tokens),
         )
+
+    def kept(self) -> Kept:
+        """What lies where for next turns."""
+        store = self._slots.store
+        return Kept(slots=self._slots.tier, host=store.host.tier, disk=store.disk.tier)
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` on the running event loop when step times or the end of a generation change it."""
@@ -161,11 +184,14 @@ class Engine:
             self._closed = True
             return self._count.wait_for(lambda: self._n_inflight == 0, timeout_s)
 
-    def close(self) -> None:
-        """Fail what still runs with EngineClosed and free the model. Idempotent."""
+    def close(self, *, keep_sessions: bool = True) -> None:
+        """Fail what still runs with EngineClosed and free the model. Idempotent.
+
+        What is kept for next turns goes to the session directory, if there is one, for five seconds at most.
+        """
         with self._count:
             self._closed = True
-        self._loop.commands.put(Close())
+        self._loop.commands.put(Close(keep_sessions))
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -184,6 +210,8 @@ class Engine:
         with self._count:
             self._closed = True
         self._loop.end()
+        if self._disk_threads is not None:
+            self._disk_threads.close(DISK_CLOSE_S)
         with self._count:
             self._count.wait_for(lambda: self._n_preparing == 0)
         self._model.close()
@@ -220,6 +248,22 @@ class Engine:
                 self._loop.commands.put(SetPaused(mailbox, True))
             case Control.RESUME:
                 self._loop.commands.put(SetPaused(mailbox, False))
+
+    def _open_disk(self) -> DiskCache:
+        """What the directory holds for this model, and threads to read and write it; nothing without one.
+
+        Raises: ConfigError.
+        """
+        config = self._config
+        if config.session_dir is None:
+            return DiskCache()
+        folder = SessionDir.take(config.session_dir, self.info.fingerprint, config.session_ttl or None)
+        self._disk_threads = DiskThreads(folder, self._disk_did)
+        return DiskCache(config.session_dir_mib << 20, self._disk_threads.order, folder.found())
+
+    def _disk_did(self, outcome: Outcome) -> None:
+        """Thread: those of the disk."""
+        self._loop.commands.put(Disk(outcome))
 
     def _tell_watcher(self) -> None:
         """Tell who watches that `capacity` has changed. Thread: step thread."""
@@ -263,16 +307,6 @@ def _encodable(segments: tuple[str, ...]) -> tuple[str, ...]:
     except UnicodeEncodeError as error:
         raise RequestError("the messages hold half a surrogate pair, which is no text") from error
     return segments
-
-
-def _slots(model: Model, backend: Backend, config: EngineConfig) -> Slots:
-    return Slots(
-        config.n_slots,
-        backend,
-        HostCache(config.cache_ram_mib << 20),
-        is_end_of_turn=model.is_end_of_generation,
-        reuses=config.cache_prompt,
-    )
 
 
 def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:

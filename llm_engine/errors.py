@@ -9,7 +9,8 @@ EngineError
 │   └── TemplateRefused  the model's chat template will not render these messages
 ├── EngineBusy           nobody's: no place free now; try later or elsewhere
 ├── EngineClosed         the caller's: a call after `close()` or during `drain()`
-└── BackendError         ours: llama.cpp failed a step it should not have
+├── BackendError         ours: llama.cpp failed a step it should not have
+└── SessionFileError     nobody's: a file of kept KV is no good; its prompt is computed anew
 """
 
 
@@ -64,3 +65,7 @@ class EngineClosed(EngineError):
 
 class BackendError(EngineError):
     """llama.cpp failed a step."""
+
+
+class SessionFileError(EngineError):
+    """A file of kept KV is half, flipped, or no such file."""

@@ -33,3 +33,20 @@ class Capacity:
     n_sessions: int  # conversations whose KV is kept, running or not, in the context or in host memory
     kv_bytes: int  # of all KV that is kept
     kv_promised_bytes: int  # of the promised tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What lies in one place: sessions are runs that a next turn goes on from, bytes all there is."""
+
+    n_sessions: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """KV that no request uses now, by where it lies."""
+
+    slots: Tier
+    host: Tier
+    disk: Tier

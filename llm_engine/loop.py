@@ -1,4 +1,4 @@
-"""The step: drain commands, admit, plan, decode, sample, commit, deliver.
+"""The step: drain commands, expire, admit, plan, decode, sample, commit, deliver.
 
 Owns: nothing but the order of things. Thread: `run` is the step thread; `step` is a plain method, so that
 tests turn it with no thread. Called by: `engine.py`, which starts the thread and takes the events.
@@ -8,21 +8,24 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from llm_engine.backend import Backend
 from llm_engine.budget import Budget, Load
+from llm_engine.diskcache import Outcome
 from llm_engine.errors import BackendError, EngineClosed, EngineError
 from llm_engine.llama import Logits
 from llm_engine.sampling import argmax_rows
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
-from llm_engine.slots import Kept
+from llm_engine.slots import Slots
 
 logger = logging.getLogger(__name__)
 
 COMMANDS_PER_STEP = 256
+PUT_AWAY_S = 5.0  # for writing what is kept, at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,18 @@ class SetPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk has done something."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
-    pass
+    keep_sessions: bool  # on disk, if there is one
 
 
-Command: TypeAlias = Start | Cancel | SetPaused | Close
+Command: TypeAlias = Start | Cancel | SetPaused | Disk | Close
 
 
 class StepStats(NamedTuple):
@@ -54,9 +64,7 @@ class StepStats(NamedTuple):
 
     n_admissible: int  # sequences that may be in the engine before more would slow the step too far
     kv_promised_tokens: int
-    kv_promised_bytes: int
     prompt_tokens_per_second: float
-    kept: Kept
     n_decoding: int = 0
     step_ms: float = 0.0  # smoothed
     ended_at: float | None = None  # monotonic; of the first, when it was due; None while idle
@@ -69,6 +77,7 @@ class Loop:
     def __init__(
         self,
         backend: Backend,
+        slots: Slots,
         scheduler: Scheduler,
         budget: Budget,
         deliver: Callable[[list[Addressed]], None],
@@ -77,16 +86,19 @@ class Loop:
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._backend = backend
+        self._slots = slots
         self._scheduler = scheduler
         self._budget = budget
         self._deliver = deliver
         self._on_admission = on_admission  # called when `stats.n_admissible` has changed
         self._clock = clock
         self._closing = False
+        self._keeps_sessions = False
+        self._expires_at: float | None = clock()  # when something kept may have outlived its time
         self.stats = self._idle_stats()
 
     def run(self) -> None:
-        """Step until closed; waits for a command when there is nothing to compute."""
+        """Step until closed; sleeps when there is nothing to compute."""
         while not self._closing:
             events, computed = self.step()
             is_idle = not computed and not self._closing
@@ -95,24 +107,25 @@ class Loop:
             if events:
                 self._deliver(events)
             if is_idle:
-                command = self.commands.get()
-                # A first step that never ends is told by its age, as any other.
-                self.stats = self.stats._replace(ended_at=self._clock())
-                self._deliver(self._apply(command))
+                self._sleep()
 
     def end(self) -> None:
         """Answer everyone who still waits, in the queue of commands too, and free the context."""
+        keeps_sessions = self._keeps_sessions  # not if a fault came first: nobody knows what cells hold then
         events: list[Addressed] = []
         while not self.commands.empty():
             events += self._apply(self.commands.get_nowait())
         ended = EngineClosed("the engine has ended")
         events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
         self._deliver(events)
+        if keeps_sessions:
+            self._put_away(self._clock() + PUT_AWAY_S)
         self._backend.close()
 
     def step(self) -> tuple[list[Addressed], bool]:
         """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
         events = self._drain_commands()
+        self._expire()
         plan = self._scheduler.steady
         if plan is None:
             events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
@@ -136,6 +149,34 @@ class Loop:
         self._publish(plan, len(tokens), started, ended)
         return events
 
+    def _sleep(self) -> None:
+        """Until there is a command, or something that is kept has outlived its time."""
+        timeout_s = None if self._expires_at is None else max(0.0, self._expires_at - self._clock())
+        with suppress(queue.Empty):
+            command = self.commands.get(timeout=timeout_s)
+            # A first step that never ends is told by its age, as any other.
+            self.stats = self.stats._replace(ended_at=self._clock())
+            self._deliver(self._apply(command))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if self._expires_at is not None and now >= self._expires_at:
+            self._expires_at = self._slots.expire(now)
+
+    def _put_away(self, deadline: float) -> None:
+        """Have the disk write what is kept, one after another, as far as that goes."""
+        self._await_disk(deadline)
+        for _ in self._slots.put_away():
+            self._await_disk(deadline)
+            if self._clock() >= deadline:
+                logger.warning("the disk is too slow to keep every session")
+                return
+
+    def _await_disk(self, deadline: float) -> None:
+        while self._slots.store.disk.is_writing and (left_s := deadline - self._clock()) > 0:
+            with suppress(queue.Empty):
+                self._apply(self.commands.get(timeout=left_s))
+
     def _drain_commands(self) -> list[Addressed]:
         events: list[Addressed] = []
         for _ in range(min(COMMANDS_PER_STEP, self.commands.qsize())):  # this thread alone takes from it
@@ -150,8 +191,11 @@ class Loop:
                 return self._scheduler.cancel(key, self._clock())
             case SetPaused(key, paused):
                 self._scheduler.set_paused(key, paused)
-            case Close():
+            case Disk(outcome):
+                self._slots.store.take(outcome, self._clock())
+            case Close(keep_sessions):
                 self._closing = True
+                self._keeps_sessions = keep_sessions
         return []
 
     def _n_admissible(self, load: Load) -> int:
@@ -161,9 +205,7 @@ class Loop:
         return StepStats(
             n_admissible=self._n_admissible(self._scheduler.load()),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
-            kv_promised_bytes=self._scheduler.kv_promised_bytes,
             prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
-            kept=self._scheduler.kept(),
         )
 
     def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
@@ -174,9 +216,7 @@ class Loop:
             n_decoding=load.n_decoding,
             n_admissible=self._n_admissible(load),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
-            kv_promised_bytes=self._scheduler.kv_promised_bytes,
             prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
-            kept=self._scheduler.kept(),
             step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
             ended_at=ended,
             tokens_per_second=_smooth(old.tokens_per_second, rate),

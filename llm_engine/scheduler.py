@@ -15,7 +15,7 @@ from llm_engine.budget import Load
 from llm_engine.errors import EngineError
 from llm_engine.generation import Delta, Event, Failed, StopReason
 from llm_engine.sequence import Sequence
-from llm_engine.slots import Kept, Slots
+from llm_engine.slots import Slots
 
 Addressed: TypeAlias = tuple[Hashable, Event]
 
@@ -95,7 +95,7 @@ class Scheduler:
             self._last = None
             if sequence.n_generated:
                 events += self._resume(sequence, now)
-        self._slots.start_ready(gently=self.load().n_decoding > 0)
+        self._slots.start_ready(now, gently=self.load().n_decoding > 0)
         return events
 
     def cancel(self, key: Hashable, now: float) -> list[Addressed]:
@@ -134,15 +134,6 @@ class Scheduler:
         n_decoding = sum(s.is_decoding for s in active)
         return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
 
-    def kept(self) -> Kept:
-        """What is kept of conversations, whether they run or not."""
-        return self._slots.kept()
-
-    @property
-    def kv_promised_bytes(self) -> int:
-        """What running sequences hold or may still fill."""
-        return self._slots.n_bytes_of(self.n_running, self.kv_promised_tokens)
-
     @property
     def n_running(self) -> int:
         """Sequences that hold a slot, paused ones too."""
@@ -171,7 +162,7 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
         for part in plan.slices:
-            self._slots.advance(part.sequence, part.n_tokens)
+            self._slots.advance(part.sequence, part.n_tokens, now)
         events: list[Addressed] = []
         for part, token in zip(plan.sampled, tokens, strict=True):
             if isinstance(token, EngineError):

@@ -9,18 +9,24 @@ numbers have a hole, in every step, while cells are moved once, a thousand times
 computed. Among equals: the slot in which the prompt's beginning lies, if little else is lost with it; else
 one that holds nothing worth keeping; else the least recently used, whose cells go to host memory first.
 
+What lies on disk is read back into host memory first, elsewhere than here; the sequence waits for that. What
+nobody used for `ttl_s` is dropped, wherever it lies.
+
 Owns: the slots and their runs. Acts on cells through `Cells`, at once. Called by: `scheduler.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
 
+from llm_engine.diskcache import Stored
 from llm_engine.errors import BackendError
-from llm_engine.hostcache import HostCache, KvState, Saved
+from llm_engine.hostcache import KvState, Saved
+from llm_engine.info import Tier
 from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Run, Trim, count_common
 from llm_engine.sequence import Sequence
+from llm_engine.store import Recall, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +39,6 @@ class KvCost:
     def of(self, n_sequences: int, n_tokens: int) -> int:
         """Return the bytes of so many sequences with so many tokens together."""
         return n_sequences * self.sequence_bytes + n_tokens * self.token_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The conversations whose KV is there, in the context or in host memory, and what it takes."""
-
-    n_sessions: int
-    n_bytes: int
 
 
 class Cells(Protocol):
@@ -68,10 +66,12 @@ class Slot:
 
     seq_id: int
     run: Run
-    last_used: int = 0
+    last_used: float = 0.0  # monotonic seconds
+    n_bytes: int = 0  # of a run that is kept here
     holder: Sequence | None = None
     is_started: bool = False
-    waits_for: "Wait | None" = None
+    waits_for: "Wait | Recall | None" = None
+    has_recalled: bool = False  # what the disk had for its holder
     stops: set[int] = field(default_factory=set)  # lengths at which a slice has to end
 
     @property
@@ -98,9 +98,14 @@ class Wait:
 class Source:
     """Where the first `n_tokens` of a prompt can be had from; with a checkpoint, if cutting takes one."""
 
-    place: Slot | Saved
+    place: Slot | Saved | Stored
     n_tokens: int
-    checkpoint: Saved | None
+    checkpoint: Saved | Stored | None
+
+    @property
+    def on_disk(self) -> tuple[Stored, ...]:
+        """What of it has to be read first."""
+        return tuple(part for part in (self.place, self.checkpoint) if isinstance(part, Stored))
 
 
 class Slots:
@@ -110,29 +115,36 @@ class Slots:
         self,
         n_slots: int,
         cells: Cells,
-        host: HostCache,
+        store: Store,
         *,
         is_end_of_turn: Callable[[int], bool],
         reuses: bool = True,
+        ttl_s: float | None = None,
     ) -> None:
         self._cells = cells
-        self._host = host
+        self.store = store
         self._is_end_of_turn = is_end_of_turn
         self._reuses = reuses
+        self._ttl_s = ttl_s
         self._slots = [Slot(seq_id, Run()) for seq_id in range(n_slots)]
         self._held: dict[Sequence, Slot] = {}  # in order of their claims
-        self._n_released = 0
         self._n_moves = 0  # times that cells were copied, saved or restored
 
     @property
     def has_free(self) -> bool:
         return len(self._held) < len(self._slots)
 
-    def kept(self) -> Kept:
-        """Return what is kept now, running or not; what is worth nothing is no conversation."""
-        runs = [slot.run for slot in self._slots if slot.holder or slot.run.n_cells >= WORTH_TOKENS]
-        n_bytes = self._cells.cost.of(len(runs), sum(run.n_cells for run in runs))
-        return Kept(len(runs) + self._host.n_runs, n_bytes + self._host.n_bytes)
+    @property
+    def tier(self) -> Tier:
+        """What is kept in slots that are free. Thread: any."""
+        sizes = [slot.n_bytes for slot in self._slots if slot.n_bytes]
+        return Tier(len(sizes), sum(sizes))
+
+    @property
+    def running(self) -> Tier:
+        """What the sequences that hold slots have in them. Thread: any."""
+        runs = [slot.run for slot in self._slots if slot.holder is not None]
+        return Tier(len(runs), self.n_bytes_of(len(runs), sum(run.n_cells for run in runs)))
 
     def n_bytes_of(self, n_sequences: int, n_tokens: int) -> int:
         """Return what the KV of so many sequences with so many tokens together takes."""
@@ -142,12 +154,12 @@ class Slots:
 
     def claim(self, sequence: Sequence) -> None:
         """Give it a free slot; what lies there stays until it starts."""
-        slot = self._choose(self._find(sequence.tokens, None))
+        slot = self._choose(self._find(sequence.tokens, None, on_disk=False))
         slot.holder = sequence
         sequence.seq_id = slot.seq_id
         self._held[sequence] = slot
 
-    def start_ready(self, *, gently: bool = False) -> None:
+    def start_ready(self, now: float, *, gently: bool = False) -> None:
         """Start whoever has nothing better to wait for.
 
         `gently`, because streams are running: once cells were moved, the rest start with the next step.
@@ -157,7 +169,7 @@ class Slots:
             if gently and self._n_moves > n_moves:
                 break
             if not slot.is_started and not (slot.waits_for and slot.waits_for.is_on):
-                self._start_or_wait(slot, sequence)
+                self._start_or_wait(slot, sequence, now)
 
     def n_ready(self, sequence: Sequence) -> int:
         """How many of its pending tokens the next slice may hold."""
@@ -167,9 +179,10 @@ class Slots:
         n_cells = slot.run.n_cells
         return min((n - n_cells for n in slot.stops if n > n_cells), default=sequence.n_pending)
 
-    def advance(self, sequence: Sequence, n_tokens: int) -> None:
+    def advance(self, sequence: Sequence, n_tokens: int, now: float) -> None:
         """So many more are computed."""
         slot = self._held[sequence]
+        slot.last_used = now
         slot.run.n_cells += n_tokens
         sequence.n_computed = slot.run.n_cells
         if slot.run.n_cells in slot.stops:
@@ -180,12 +193,15 @@ class Slots:
         slot = self._held.pop(sequence)
         if slot.is_started:
             slot.run = slot.run.frozen()
-            self._n_released += 1
-            slot.last_used = self._n_released
-            if not (keep and self._reuses):
+            if keep and self._reuses:
+                slot.n_bytes = self._n_kept_bytes(slot)
+            else:
                 self._empty(slot)
-        slot.holder, slot.is_started, slot.waits_for = None, False, None
+        slot.holder, slot.is_started, slot.waits_for, slot.has_recalled = None, False, None, False
         slot.stops.clear()
+
+    def _n_kept_bytes(self, slot: Slot) -> int:
+        return self._cells.n_state_bytes(slot.seq_id, checkpoint=False) if slot.run.is_loss(0) else 0
 
     # -- choosing a slot --
 
@@ -204,38 +220,46 @@ class Slots:
 
     # -- finding the beginning of a prompt --
 
-    def _find(self, tokens: list[int], target: Slot | None) -> Source | None:
+    def _find(self, tokens: list[int], target: Slot | None, *, on_disk: bool) -> Source | None:
         """The longest beginning of `tokens` to be had, for a sequence in `target` or yet in any free slot."""
-        checkpoints = self._checkpoints_of(tokens)
+        checkpoints = self._checkpoints_of(tokens, on_disk=on_disk)
         best: Source | None = None
-        for place in self._places():
+        for place in self._places(on_disk=on_disk):
             in_place = place is target if target else isinstance(place, Slot) and place.holder is None
             run = place.run if in_place else place.run.moved(self._cells.trim)
             n_tokens = run.n_usable(_n_same(run, tokens), checkpoints)
-            least = best.n_tokens + 1 if best else 1 if in_place else WORTH_TOKENS
+            more = WORTH_TOKENS if isinstance(place, Stored) else 1
+            least = best.n_tokens + more if best else 1 if in_place else WORTH_TOKENS
             if n_tokens >= least:
                 checkpoint = checkpoints[n_tokens] if run.needs_checkpoint(n_tokens) else None
                 best = Source(place, n_tokens, checkpoint)
         return best
 
-    def _places(self) -> list[Slot | Saved]:
-        return [*self._slots, *self._host.runs] if self._reuses else []
+    def _places(self, *, on_disk: bool = True) -> list[Slot | Saved | Stored]:
+        return [*self._slots, *self.store.runs(on_disk=on_disk)] if self._reuses else []
 
-    def _checkpoints_of(self, tokens: list[int]) -> dict[int, Saved]:
+    def _checkpoints_of(self, tokens: list[int], *, on_disk: bool = True) -> dict[int, Saved | Stored]:
         """Those taken after a beginning of `tokens`, by its length."""
         return {
-            saved.run.n_cells: saved
-            for saved in self._host.checkpoints
-            if _n_same(saved.run, tokens) == saved.run.n_cells
+            kept.run.n_cells: kept
+            for kept in self.store.checkpoints(on_disk=on_disk)
+            if _n_same(kept.run, tokens) == kept.run.n_cells
         }
 
     # -- waiting --
 
-    def _start_or_wait(self, slot: Slot, sequence: Sequence) -> None:
-        source = self._find(sequence.tokens, slot)
+    def _start_or_wait(self, slot: Slot, sequence: Sequence, now: float) -> None:
+        source = self._find(sequence.tokens, slot, on_disk=not slot.has_recalled)
         slot.waits_for = self._better_to_come(sequence, source.n_tokens if source else 0)
+        if slot.waits_for is not None:
+            return
+        if source is None or not source.on_disk:
+            self._start(slot, sequence, source, now)
+            return
+        slot.has_recalled = True  # once for each sequence, since one may drive out the other in host memory
+        slot.waits_for = self.store.recall(source.on_disk, now)
         if slot.waits_for is None:
-            self._start(slot, sequence, source)
+            self._start_or_wait(slot, sequence, now)
 
     def _better_to_come(self, sequence: Sequence, n_now: int) -> Wait | None:
         """The longest beginning that another has yet to compute, if it is worth the wait.
@@ -254,64 +278,71 @@ class Slots:
 
     # -- starting --
 
-    def _start(self, slot: Slot, sequence: Sequence, source: Source | None) -> None:
+    def _start(self, slot: Slot, sequence: Sequence, source: Source | None, now: float) -> None:
         stops = self._checkpoints_to_take(sequence.tokens)
+        if source is not None:
+            self._use_host(source, now)
         self._save_what_is_lost(slot, source)
         run = self._brought(slot, source) if source else None
         if run is None:
             self._cells.cut(slot.seq_id, 0)
             run = Run.begun(self._cells.trim)
         slot.run = run.continued(sequence.tokens, run.n_cells)
-        slot.is_started = True
+        slot.is_started, slot.n_bytes, slot.last_used = True, 0, now
         slot.stops.update(n for n in stops if n >= run.n_cells + WORTH_TOKENS)
         sequence.n_cached = sequence.n_computed = run.n_cells
 
     def _brought(self, slot: Slot, source: Source) -> Run | None:
         """The source's run, in `slot` and cut for the prompt; None if llama.cpp does not take it."""
         place = source.place
+        assert not isinstance(place, Stored), f"file {place.number} is still to be read"
         self._n_moves += place is not slot
         try:
             if isinstance(place, Saved):
                 self._cells.restore(slot.seq_id, place.state)
             elif place is not slot:
                 self._cells.copy(place.seq_id, slot.seq_id)
-            if source.checkpoint is not None:
+            if isinstance(source.checkpoint, Saved):
                 self._cells.restore(slot.seq_id, source.checkpoint.state)
             self._cells.cut(slot.seq_id, source.n_tokens)
         except BackendError:
             self._forget(source)
             return None
         run = place.run if place is slot else place.run.moved(self._cells.trim)
-        if place is not slot and not place.run.is_loss(source.n_tokens):
-            self._leave(place)
+        if isinstance(place, Slot) and place is not slot:
+            self._leave(place, source.n_tokens)
         return run.continued(run.tokens, source.n_tokens)
 
-    def _leave(self, place: Slot | Saved) -> None:
-        """Everything of use there lies somewhere else now."""
-        if isinstance(place, Saved):
-            self._host.drop(place)
-        elif not place.is_started:
+    def _leave(self, place: Slot, n_tokens: int) -> None:
+        """So much of what lies there lies somewhere else now."""
+        if not place.is_started and not place.run.is_loss(n_tokens):
             self._empty(place)
 
     def _forget(self, source: Source) -> None:
         for saved in (source.place, source.checkpoint):
             if isinstance(saved, Saved):
-                self._host.drop(saved)
+                self.store.host.drop(saved)
 
     def _empty(self, slot: Slot) -> None:
         self._cells.cut(slot.seq_id, 0)
-        slot.run = Run()
+        slot.run, slot.n_bytes = Run(), 0
 
     # -- keeping in host memory --
 
+    def _use_host(self, source: Source, now: float) -> None:
+        """What moves out whole leaves its room to what it displaces; the rest is used now."""
+        place, checkpoint = source.place, source.checkpoint
+        if isinstance(checkpoint, Saved):
+            self.store.host.touch(checkpoint, now)
+        if isinstance(place, Saved):
+            if place.run.is_loss(source.n_tokens):
+                self.store.host.touch(place, now)
+            else:
+                self.store.host.drop(place)
+
     def _save_what_is_lost(self, slot: Slot, source: Source | None) -> None:
         """Keep the run in `slot`, unless most of it stays in use there or lies elsewhere too."""
-        n_kept = 0
-        if source is not None:
-            for saved in (source.place, source.checkpoint):
-                if isinstance(saved, Saved):
-                    self._host.touch(saved)
-            n_kept = source.n_tokens if source.place is slot else 0
+        n_kept = source.n_tokens if source is not None and source.place is slot else 0
         if slot.run.is_loss(n_kept) and not self._lies_elsewhere(slot):
             self._save(slot, slot.run.moved(self._cells.trim), checkpoint=False)
 
@@ -330,7 +361,7 @@ class Slots:
         After its first turn, which is often a system prompt that many share; after its last, because
         templates write an old answer otherwise than a new one; and where one parted before.
         """
-        if not self._host.is_on or self._cells.trim is Trim.ANYWHERE:
+        if not self.store.host.is_on or self._cells.trim is Trim.ANYWHERE:
             return set()
         ends = [n for n in range(1, _limit(tokens) + 1) if self._is_end_of_turn(tokens[n - 1])]
         n_shared = max((_n_same(place.run, tokens) for place in self._places()), default=0)
@@ -343,13 +374,53 @@ class Slots:
             self._save(slot, run, checkpoint=True)
 
     def _save(self, slot: Slot, run: Run, *, checkpoint: bool) -> None:
-        if self._host.make_room(self._cells.n_state_bytes(slot.seq_id, checkpoint=checkpoint)):
-            try:
-                state = self._cells.fetch(slot.seq_id, checkpoint=checkpoint)
-            except BackendError:  # not kept, then
-                return
-            self._n_moves += 1
-            self._host.add(Saved(run, state))
+        if self.store.host.make_room(self._cells.n_state_bytes(slot.seq_id, checkpoint=checkpoint)):
+            saved = self._fetched(slot, run, checkpoint=checkpoint)
+            if saved is not None:
+                self._n_moves += 1
+                self.store.host.add(saved, slot.last_used)
+
+    def _fetched(self, slot: Slot, run: Run, *, checkpoint: bool) -> Saved | None:
+        """None if llama.cpp does not give it; it is not kept, then."""
+        try:
+            return Saved(run, self._cells.fetch(slot.seq_id, checkpoint=checkpoint))
+        except BackendError:
+            return None
+
+    def put_away(self) -> Iterator[None]:
+        """Give the disk everything kept in slots and host memory, the last used first, one at each turn."""
+        if not self.store.disk.is_on:
+            return
+        kept: list[tuple[Slot | Saved, float]] = [(slot, slot.last_used) for slot in self._slots]
+        kept += self.store.host.uses
+        for place, used_at in sorted(kept, key=lambda item: item[1], reverse=True):
+            saved = self._put_away_of(place) if isinstance(place, Slot) else place
+            if saved is not None:
+                self.store.disk.add(saved, used_at)
+                yield
+
+    def _put_away_of(self, slot: Slot) -> Saved | None:
+        if not slot.run.is_loss(0):
+            return None
+        if self._lies_elsewhere(slot):
+            self._empty(slot)  # of two that are equal only this one is left out
+            return None
+        return self._fetched(slot, slot.run.moved(self._cells.trim), checkpoint=False)
+
+    # -- expiring --
+
+    def expire(self, now: float) -> float | None:
+        """Drop what nobody used for `ttl_s`; returns when to look again, None for never."""
+        if self._ttl_s is None:
+            return None
+        before = now - self._ttl_s
+        idle = [slot for slot in self._slots if slot.holder is None]
+        for slot in idle:
+            if slot.last_used <= before and slot.run.n_cells:
+                self._empty(slot)
+        self.store.expire(before)
+        uses = [*self.store.uses, *(slot.last_used for slot in idle if slot.run.n_cells)]
+        return min(uses, default=now) + self._ttl_s
 
 
 def _limit(tokens: list[int]) -> int:

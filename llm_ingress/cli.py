@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import re
 import signal
@@ -356,7 +357,12 @@ def add_history_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_session_ttl_flag(parser: argparse.ArgumentParser) -> None:
     """The flag that says how long what is not used is kept."""
-    _add_seconds(parser, "--session-ttl", HistoryConfig().ttl_s, "a conversation not used for so long ends")
+    _add_seconds(
+        parser,
+        "--session-ttl",
+        HistoryConfig().ttl_s,
+        "a conversation not used for so long ends, with 0 none",
+    )
 
 
 def _add_seconds(group: "argparse._ActionsContainer", flag: str, default: float, help_text: str) -> None:
@@ -434,7 +440,7 @@ def open_conversations(args: argparse.Namespace) -> Conversations:
         max_conversations=args.history_conversations,
         max_conversation_bytes=args.history_conversation_bytes,
         max_bytes=args.history_bytes,
-        ttl_s=args.session_ttl,
+        ttl_s=args.session_ttl or math.inf,
     )
     where: str = args.history
     if where == HISTORY_IN_MEMORY:

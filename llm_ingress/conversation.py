@@ -78,5 +78,10 @@ def conversation_of(
     return Conversation.of_messages(messages)
 
 
+def conversation_of_session(session_id: str) -> Conversation:
+    """Return the conversation that is kept here under an id."""
+    return Conversation.of_key(session_id, session=session_id)
+
+
 def _digest_of(key: str) -> bytes:
     return blake2b(key.encode(), digest_size=DIGEST_BYTES, person=b"key").digest()

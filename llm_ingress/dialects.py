@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llm_ingress.api.errors import ApiError, internal, worker_failed
 from llm_ingress.api.infer import parse_infer
 from llm_ingress.api.schemas import parse_chat
-from llm_ingress.conversation import Conversation, conversation_of
+from llm_ingress.conversation import Conversation, conversation_of, conversation_of_session
 from llm_ingress.limits import AtCap
 
 CHAT = "/v1/chat/completions"
@@ -54,8 +54,7 @@ def _read_chat(body: bytes) -> Asked:
 
 def _read_infer(body: bytes) -> Asked:
     request = parse_infer(body)
-    conversation = conversation_of(cache_key=None, conversation_id=request.session_id, messages=())
-    return Asked(request.model, request.user, conversation, request.session_id)
+    return Asked(request.model, request.user, conversation_of_session(request.session_id), request.session_id)
 
 
 def _sse_error(error: ApiError) -> bytes:

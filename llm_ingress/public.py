@@ -23,6 +23,7 @@ from llm_ingress.api.errors import ApiError
 from llm_ingress.api.infer import normal_id
 from llm_ingress.asgi import Call, Message, Receive, Scope, Send
 from llm_ingress.bodies import Bodies
+from llm_ingress.conversation import conversation_of_session
 from llm_ingress.conversations import Conversations
 from llm_ingress.dialects import DIALECTS, Dialect
 from llm_ingress.errors import ConfigError, HistoryFault, RefusalReason
@@ -228,12 +229,13 @@ class _Sessions:
 
     async def delete(self, request: Request) -> Response:
         """DELETE /coordinator/sessions/{id}: forget a conversation of this client's."""
-        session_id = request.path_params["session_id"]
+        session_id = normal_id(request.path_params["session_id"])
         forwarded = request.headers.getlist(FORWARDED_FOR.decode())
         host = request.client.host if request.client else ""
         tenant = self._tenancy.tenant_of(host, forwarded, request.query_params.get("user"))
+        self._gateway.forget(tenant, conversation_of_session(session_id))
         try:
-            was_there = await self._conversations.forget(ConversationKey(tenant, normal_id(session_id)))
+            was_there = await self._conversations.forget(ConversationKey(tenant, session_id))
         except HistoryFault as fault:
             logger.error("a conversation was not deleted: %s", fault)
             return _error(api.internal("The session could not be deleted."))

@@ -21,7 +21,14 @@ from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_version_flag, engine_config, in_flags
+from llm_engine.cli import (
+    add_engine_flags,
+    add_max_tokens_flag,
+    add_session_ttl_flag,
+    add_version_flag,
+    engine_config,
+    in_flags,
+)
 from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
@@ -97,6 +104,7 @@ def parser_of_flags() -> argparse.ArgumentParser:
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     add_compaction_flag(parser)
+    add_session_ttl_flag(parser)
     _add_ring_flags(parser)
     _add_discovery_flags(parser)
     _add_operating_flags(parser)
@@ -252,7 +260,7 @@ def _certified_name(files: CertificateFiles) -> str:
 
 def _load(args: argparse.Namespace) -> Engine:
     started = time.monotonic()
-    engine = Engine.spawn(engine_config(args, max_tokens=args.max_tokens))
+    engine = Engine.spawn(engine_config(args, max_tokens=args.max_tokens, session_ttl=args.session_ttl))
     info = engine.info
     logger.info(
         "%s is loaded in %.1f s: %d slots of %d tokens",
@@ -276,7 +284,10 @@ async def _run(options: Options, engine: Engine, listener: socket | None) -> int
         await _drain(worker, options.drain_timeout_s, drain)
     if drain.has_failed.is_set():
         return EXIT_FAULT
-    return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
+    if drain.is_urgent.is_set():
+        engine.close(keep_sessions=False)
+        return EXIT_INTERRUPTED
+    return 0
 
 
 def _obey_signals(drain: Drain, tls: LiveContext) -> None:

@@ -1,6 +1,8 @@
 """The models of the tests, each written or found once per session, and how property tests search."""
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,17 @@ def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
     write_sliding_window(path)
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)

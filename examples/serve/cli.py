@@ -19,7 +19,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_version_flag, engine_config, in_flags
+from llm_engine.cli import (
+    add_engine_flags,
+    add_max_tokens_flag,
+    add_session_ttl_flag,
+    add_version_flag,
+    engine_config,
+    in_flags,
+)
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
@@ -27,7 +34,6 @@ from llm_engine.errors import EngineError
 from llm_ingress.cli import (
     add_history_flags,
     add_public_flags,
-    add_session_ttl_flag,
     drain_on_signals,
     gateway_config,
     open_conversations,
@@ -87,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     add_compaction_flag(parser)
+    add_session_ttl_flag(parser)
     add_public_flags(parser)
     add_history_flags(parser)
-    add_session_ttl_flag(parser)
     return parser
 
 
@@ -106,7 +112,7 @@ class _Settings:
 
 def _settings(args: argparse.Namespace) -> _Settings:
     return _Settings(
-        engine=engine_config(args, max_tokens=args.max_tokens),
+        engine=engine_config(args, max_tokens=args.max_tokens, session_ttl=args.session_ttl),
         serving=serving_config(args),
         public=public_config(args),
         gateway=gateway_config(args),
@@ -144,7 +150,10 @@ async def _run(settings: _Settings, listener: Listener, conversations: Conversat
         worker.close()
     if drain.has_failed.is_set():
         return EXIT_FAULT
-    return EXIT_INTERRUPTED if drain.is_urgent.is_set() else 0
+    if drain.is_urgent.is_set():
+        engine.close(keep_sessions=False)
+        return EXIT_INTERRUPTED
+    return 0
 
 
 async def _page(_request: Request) -> HTMLResponse:

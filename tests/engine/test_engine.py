@@ -2,9 +2,13 @@
 
 import asyncio
 import gc
+import os
+import shutil
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +25,10 @@ from llm_engine.errors import (
     TemplateRefused,
 )
 from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
-from llm_engine.info import EngineInfo
+from llm_engine.info import EngineInfo, Kept, Tier
+from llm_engine.prefix import N_COMPUTED_ANEW
 from llm_engine.sampling import SamplingParams
+from llm_engine.sessiondir import SessionDir
 from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend, Reply, echo, forever
 
 
@@ -374,3 +380,105 @@ def test_a_continuation_that_does_not_fit_is_refused_and_its_neighbour_goes_on()
         # Up to the last cell it does.
         *_, last = engine.submit(ask("0123456789", resumed=tuple(b"x" * 53)))
         assert isinstance(last, Finished)
+
+
+# --- kept sessions ------------------------------------------------------------------------------------------
+
+TALK = "a talk of more than thirty-two tokens, so that it is worth its place"
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def n_cached(engine: Engine, text: str) -> int:
+    end = list(engine.submit(ask(text)))[-1]
+    assert isinstance(end, Finished)
+    return end.n_cached
+
+
+def test_the_next_engine_goes_on_from_what_this_one_put_away(tmp_path: Path) -> None:
+    with running(session_dir=tmp_path) as (engine, _):
+        assert n_cached(engine, TALK) == 0
+    with running(session_dir=tmp_path) as (engine, backend):
+        assert engine.kept().disk.n_sessions == 1
+        assert n_cached(engine, TALK) == len(TALK) + 1 - N_COMPUTED_ANEW
+        assert backend.moves == ["restore"]
+        assert engine.kept().disk == Tier(0, 0)
+
+
+def test_two_engines_in_one_directory_keep_to_their_own(tmp_path: Path) -> None:
+    texts = [f"{i}: {TALK}" for i in range(2)]
+    with running(session_dir=tmp_path) as (first, _), running(session_dir=tmp_path) as (second, _):
+        for engine, text in zip((first, second), texts, strict=True):
+            n_cached(engine, text)
+    with running(session_dir=tmp_path) as (first, _), running(session_dir=tmp_path) as (second, _):
+        kept = [n_cached(engine, text) for engine, text in zip((first, second), texts, strict=True)]
+        assert min(kept) > len(TALK)
+
+
+def test_an_engine_that_is_closed_in_a_hurry_keeps_nothing(tmp_path: Path) -> None:
+    with running(session_dir=tmp_path) as (engine, _):
+        n_cached(engine, TALK)
+        engine.close(keep_sessions=False)
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_disk_that_is_full_is_one_line_and_costs_nobody_an_answer(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(session_dir=small_disk, max_inflight=1) as (engine, _):
+        n_left = shutil.disk_usage(small_disk).free
+        (small_disk / "another's").write_bytes(bytes(n_left))
+        for i in range(3):
+            assert n_cached(engine, f"{i}: {TALK}") == 0
+    assert [line for line in caplog.messages if "No space left" in line] == caplog.messages
+    assert len(caplog.messages) == 1
+    with running(session_dir=small_disk) as (engine, _):
+        assert engine.kept().disk == Tier(0, 0)
+
+
+def test_a_disk_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    monkeypatch.setattr(SessionDir, "write", lambda *_: may_write.wait(20))
+    monkeypatch.setattr("llm_engine.loop.PUT_AWAY_S", 0.1)
+    monkeypatch.setattr("llm_engine.engine.DISK_CLOSE_S", 0.1)
+    with running(session_dir=tmp_path) as (engine, _):
+        n_cached(engine, TALK)
+        started = time.monotonic()
+        engine.close()
+        assert time.monotonic() - started < 10
+    may_write.set()
+
+
+def test_what_nobody_uses_is_dropped_while_the_engine_has_nothing_to_do(tmp_path: Path) -> None:
+    """Nothing wakes it: it sleeps until the moment."""
+    with running(session_dir=tmp_path, session_ttl=1, max_inflight=1) as (engine, backend):
+        for i in range(2):
+            n_cached(engine, f"{i}: {TALK}")
+        kept = engine.kept()
+        assert (kept.slots.n_sessions, kept.host.n_sessions) == (1, 1)
+        wait_for(lambda: engine.kept() == Kept(slots=Tier(0, 0), host=Tier(0, 0), disk=Tier(0, 0)))
+        assert backend.slots[0].tokens == []
+        assert n_cached(engine, f"0: {TALK}") == 0
+
+
+def test_what_expired_while_no_engine_ran_is_not_found(tmp_path: Path) -> None:
+    with running(session_dir=tmp_path, session_ttl=600) as (engine, _):
+        n_cached(engine, TALK)
+    (path,) = tmp_path.rglob("*.kv")
+    os.utime(path, (time.time() - 601, time.time() - 601))
+    with running(session_dir=tmp_path, session_ttl=600) as (engine, _):
+        assert engine.kept().disk == Tier(0, 0)
+    assert not path.exists()
+
+
+def test_a_session_directory_without_anything_to_keep_is_refused_by_name(tmp_path: Path) -> None:
+    for lacking in ({"cache_ram_mib": 0}, {"cache_prompt": False}):
+        with pytest.raises(
+            ConfigError, match=r"session_dir .* needs cache_prompt, and cache_ram_mib above 0"
+        ):
+            EngineConfig(session_dir=tmp_path, **lacking)

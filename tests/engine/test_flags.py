@@ -82,3 +82,17 @@ def test_every_command_with_an_engine_has_the_gpu_flags(command: str) -> None:
     ).stdout
     for flag in ("--n-gpu-layers N", "--split-mode {none,layer,row}", "--main-gpu N"):
         assert flag in shown
+
+
+def test_session_flags_say_where_and_how_much_is_kept() -> None:
+    config = config_of("--session-dir", "kept/here", "--session-dir-mib", "100")
+    assert (config.session_dir, config.session_dir_mib) == (Path("kept/here"), 100)
+    assert config_of().session_dir is None
+
+
+def test_every_command_that_runs_an_engine_takes_how_long_sessions_live() -> None:
+    for command in ("llm_engine", "llm_worker", "llm_serve"):
+        shown = subprocess.run(
+            [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True
+        )
+        assert "--session-ttl" in shown.stdout

@@ -186,6 +186,87 @@ def test_a_state_of_another_model_or_context_is_refused(model: Path) -> None:
     loaded.close()
 
 
+# --- on disk ------------------------------------------------------------------------------------------------
+
+
+async def test_conversations_go_on_after_a_restart(model: Path, cold: Engine, tmp_path: Path) -> None:
+    """One is put away from its slot, the other from host memory."""
+    settings = config(model, max_inflight=1, session_dir=tmp_path)
+    with Engine.spawn(settings) as engine:
+        talks = [
+            await answer(engine, first_turn(engine, QUESTIONS[0], system=f"{i}. {SYSTEM}")) for i in "AB"
+        ]
+    with Engine.spawn(settings) as engine:
+        assert engine.kept().disk.n_sessions == 2
+        for talk in talks:
+            prompt = next_turn(engine, talk.conversation, QUESTIONS[1])
+            got = await answer(engine, prompt)
+            assert got.end.n_cached == len(talk.conversation) - 1
+            await expect(cold, got, prompt)
+
+
+async def test_a_history_that_was_edited_after_a_restart(model: Path, cold: Engine, tmp_path: Path) -> None:
+    """What parts from the kept run inside it begins with a checkpoint, where it takes one."""
+    settings = config(model, max_inflight=1, session_dir=tmp_path)
+    with Engine.spawn(settings) as engine:
+        first = first_turn(engine, QUESTIONS[0])
+        await answer(engine, first)
+    with Engine.spawn(settings) as engine:
+        prompt = next_turn(engine, first, "And?")
+        got = await answer(engine, prompt)
+        assert got.end.n_cached > 0.9 * len(first)
+        await expect(cold, got, prompt)
+
+
+async def test_what_host_memory_had_no_room_for_comes_back_from_disk(
+    model: Path, cold: Engine, tmp_path: Path
+) -> None:
+    with Engine.spawn(config(model, max_inflight=1, cache_ram_mib=6, session_dir=tmp_path)) as engine:
+        talk = await answer(engine, first_turn(engine, QUESTIONS[0], system=f"The first. {SYSTEM}"))
+        n_others = 0
+        while not engine.kept().disk.n_sessions and n_others < 200:
+            await answer(engine, tuple(range(1000 + n_others, 1160 + n_others)), n_out=1)
+            n_others += 1
+        prompt = next_turn(engine, talk.conversation, QUESTIONS[1])
+        got = await answer(engine, prompt)
+        assert got.end.n_cached == len(talk.conversation) - 1
+        await expect(cold, got, prompt)
+
+
+async def test_a_broken_file_is_computed_anew(
+    model: Path, cold: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(model, max_inflight=1, session_dir=tmp_path)
+    with Engine.spawn(settings) as engine:
+        prompt = first_turn(engine, QUESTIONS[0])
+        await answer(engine, prompt)
+    for path in tmp_path.rglob("*.kv"):
+        whole = bytearray(path.read_bytes())
+        whole[-len(whole) // 3] ^= 1
+        path.write_bytes(whole)
+    n_files = len(list(tmp_path.rglob("*.kv")))
+    with Engine.spawn(settings) as engine:
+        got = await answer(engine, prompt)
+        assert got.end.n_cached == 0
+        await expect(cold, got, prompt)
+        engine.close(keep_sessions=False)
+    n_left = len(list(tmp_path.rglob("*.kv")))
+    assert n_left < n_files
+    assert [line for line in caplog.messages if "is of no use and removed" in line] == caplog.messages
+    assert len(caplog.messages) == n_files - n_left
+
+
+async def test_what_another_context_kept_is_neither_used_nor_touched(model: Path, tmp_path: Path) -> None:
+    settings = config(model, max_inflight=1, session_dir=tmp_path)
+    with Engine.spawn(settings) as engine:
+        prompt = first_turn(engine, QUESTIONS[0])
+        await answer(engine, prompt)
+    with Engine.spawn(config(model, max_inflight=1, session_dir=tmp_path, ctx_size=768)) as engine:
+        assert (await answer(engine, prompt)).end.n_cached == 0
+    with Engine.spawn(settings) as engine:
+        assert (await answer(engine, prompt)).end.n_cached > 0.9 * len(prompt)
+
+
 # --- a chat, in text ----------------------------------------------------------------------------------------
 
 

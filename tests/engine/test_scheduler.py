@@ -4,13 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_engine.budget import Load
+from llm_engine.diskcache import DiskCache
 from llm_engine.errors import BackendError
 from llm_engine.generation import Delta, Failed, Finished, StopReason
-from llm_engine.hostcache import HostCache
 from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
 from llm_engine.slots import Slots
+from llm_engine.store import Store
 from llm_engine.text import TextAssembler
 from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend
 
@@ -32,7 +33,7 @@ def empty(n_slots: int) -> Scheduler:
     """A scheduler whose sequences share nothing."""
     vocabulary = ByteVocabulary()
     backend, is_end = FakeBackend(n_slots=n_slots), vocabulary.is_end_of_generation
-    slots = Slots(n_slots, backend, HostCache(0), is_end_of_turn=is_end, reuses=False)
+    slots = Slots(n_slots, backend, Store(0, DiskCache()), is_end_of_turn=is_end, reuses=False)
     return Scheduler(slots, vocabulary)
 
 

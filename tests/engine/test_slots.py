@@ -12,16 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm_engine.diskcache import DiskCache, Write
 from llm_engine.errors import BackendError
 from llm_engine.generation import Finished
-from llm_engine.hostcache import HostCache
+from llm_engine.info import Tier
 from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Trim
 from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Scheduler
 from llm_engine.sequence import Sequence
-from llm_engine.slots import Kept, Slots
+from llm_engine.slots import Slots
+from llm_engine.store import Store
 from llm_engine.text import TextAssembler
 from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend
+from tests.engine.fake_disk import FakeDisk
 
 MIB = 1 << 20
 KINDS = pytest.mark.parametrize("trim", list(Trim))
@@ -40,16 +43,30 @@ class World:
     """A scheduler over the fake backend, turned by hand."""
 
     def __init__(
-        self, trim: Trim = Trim.ANYWHERE, *, n_slots: int = 4, ram_bytes: int = MIB, reuses: bool = True
+        self,
+        trim: Trim = Trim.ANYWHERE,
+        *,
+        n_slots: int = 4,
+        ram_bytes: int = MIB,
+        disk_bytes: int = 0,
+        reuses: bool = True,
+        ttl_s: float | None = None,
+        disk: FakeDisk | None = None,
     ) -> None:
+        self.now = 0.0
         self.backend = FakeBackend(next_token, n_slots=n_slots, trim=trim)
-        self.host = HostCache(ram_bytes)
+        self.disk = disk or FakeDisk()
+        found = [(stored, self.now) for stored in self.disk.files]
+        self.disk_cache = DiskCache(disk_bytes, self.disk.order, found)
+        self.store = Store(ram_bytes, self.disk_cache)
+        self.host = self.store.host
         self.slots = Slots(
             n_slots,
             self.backend,
-            self.host,
+            self.store,
             is_end_of_turn=lambda token: token == END_OF_TURN,
             reuses=reuses,
+            ttl_s=ttl_s,
         )
         self.scheduler = Scheduler(self.slots, ByteVocabulary())
         self.ended: dict[str, Finished] = {}
@@ -67,21 +84,30 @@ class World:
         self.scheduler.enqueue(self.sequences[key])
 
     def step(self, n_prompt_tokens: int = 64) -> bool:
-        """One turn; whether anything was computed."""
-        events = self.scheduler.admit(now=1.0, n_admissible=len(self.backend.slots))
+        """One turn, which takes a second; whether anything was computed."""
+        self.now += 1.0
+        events = self.scheduler.admit(self.now, n_admissible=len(self.backend.slots))
         plan = self.scheduler.plan(n_prompt_tokens)
         if plan.slices:
             rows = self.backend.run(plan)
-            events += self.scheduler.commit(plan, [int(row.argmax()) for row in rows], now=2.0)
+            events += self.scheduler.commit(plan, [int(row.argmax()) for row in rows], self.now)
         self.ended.update({str(key): event for key, event in events if isinstance(event, Finished)})
         return bool(plan.slices)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Until nothing is left to do, by the disk neither."""
         for _ in range(10_000):
-            if not self.step():
+            computed = self.step()
+            if not self.take_from_disk() and not computed:
                 break
         assert not self.scheduler.all_sequences(), "somebody waits for ever"
+
+    def take_from_disk(self) -> bool:
+        """Have the disk do all it was told; whether that was anything."""
+        outcomes = self.disk.do()
+        for outcome in outcomes:
+            self.store.take(outcome, self.now)
+        return bool(outcomes)
 
     def answer(self, key: str, prompt: list[int], *, max_tokens: int = 3) -> Finished:
         self.ask(key, prompt, max_tokens=max_tokens)
@@ -116,23 +142,20 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_computes_only_what_is_new(tri
     assert world.backend.moves == []
 
 
-def test_what_is_kept_is_told_wherever_it_lies_and_what_is_promised_only_while_it_runs() -> None:
+def test_what_runs_and_what_is_kept_is_told_wherever_it_lies() -> None:
     world = World(n_slots=2)
-    assert world.slots.kept() == Kept(n_sessions=0, n_bytes=0)
     world.ask("a", words(1, 100), max_tokens=3)
     world.step(10)
-    assert world.slots.kept() == Kept(n_sessions=1, n_bytes=10)  # a byte a token here
-    assert world.scheduler.kv_promised_bytes == 103
+    assert world.slots.running == Tier(n_sessions=1, n_bytes=10)  # a byte a token here
+    assert world.slots.tier == Tier(n_sessions=0, n_bytes=0)
     world.run()
-    assert world.scheduler.kv_promised_bytes == 0
-    assert world.slots.kept() == Kept(n_sessions=1, n_bytes=102)
+    assert world.slots.running == Tier(n_sessions=0, n_bytes=0)
+    assert world.slots.tier == Tier(n_sessions=1, n_bytes=102)
     world.answer("short", words(9, WORTH_TOKENS - 5), max_tokens=2)
-    assert world.slots.kept().n_sessions == 1  # what is not worth keeping is no conversation
+    assert world.slots.tier.n_sessions == 1  # what is not worth keeping is no conversation
     for n in (2, 3):
         world.answer(f"{n}", words(n, 100))
-    assert world.host.n_runs == len(world.host.runs) == 1
-    kept = world.slots.kept()
-    assert kept == Kept(n_sessions=3, n_bytes=2 * 102 + world.host.n_bytes)
+    assert (world.slots.tier.n_sessions, world.host.tier.n_sessions) == (2, 1)
 
 
 @KINDS
@@ -380,6 +403,183 @@ def test_without_reuse_every_prompt_is_computed_whole_and_nothing_stays() -> Non
     assert not any(cells.tokens for cells in world.backend.slots)
 
 
+# --- on disk ------------------------------------------------------------------------------------------------
+
+
+def crowded(trim: Trim = Trim.ANYWHERE, **options: Any) -> tuple[World, list[int]]:
+    """One slot, and room for one run in host memory: the first of three talks is on disk."""
+    world = World(trim)
+    world.answer("a", words(1, 100))
+    size = world.backend.n_state_bytes(world.slot_of("a") or 0, checkpoint=False)
+    world = World(trim, n_slots=1, ram_bytes=int(1.5 * size), disk_bytes=MIB, **options)
+    for i, key in enumerate("abc", start=1):
+        world.answer(key, words(i, 100))
+    assert [stored.run.tokens[0] for stored in world.disk.files] == [1]
+    return world, [*said(world, "a"), *words(9, 10)]
+
+
+@KINDS
+def test_what_host_memory_has_no_room_for_comes_back_from_disk(trim: Trim) -> None:
+    world, prompt = crowded(trim)
+    assert world.answer("a again", prompt).n_cached == 102
+
+
+def test_a_run_lies_in_one_place_only() -> None:
+    world, prompt = crowded()
+    world.answer("a again", prompt, max_tokens=1)
+    assert sorted(stored.run.tokens[0] for stored in world.disk.files) == [2]
+    assert [saved.run.tokens[0] for saved in world.host.runs] == [3]
+    assert world.disk_cache.tier == Tier(1, sum(state.n_bytes for state in world.disk.files.values()))
+
+
+def test_others_go_on_while_one_waits_for_the_disk() -> None:
+    world = World(n_slots=2, ram_bytes=2000, disk_bytes=MIB)
+    for i in range(1, 9):
+        world.answer(str(i), words(i, 100))
+    on_disk = next(iter(world.disk.files)).run.tokens
+    world.ask("stream", words(20, 10), max_tokens=500)
+    world.step()
+    world.ask("back", [*on_disk, *words(21, 10)])
+    for _ in range(5):
+        assert world.step()
+        assert world.backend.plans[-1] == [(world.slot_of("stream"), 1)]
+    world.take_from_disk()
+    world.step()
+    assert world.sequences["back"].n_cached == len(on_disk)
+
+
+def test_two_that_want_the_same_from_disk_read_it_once() -> None:
+    before, prompt = crowded()
+    world = World(n_slots=2, disk_bytes=MIB, disk=before.disk)
+    world.ask("one", prompt)
+    world.ask("two", [*prompt, 1])
+    world.step()
+    assert len(world.disk.orders) == 1
+    world.run()
+    assert world.cached("one") == 102
+    assert world.cached("two") >= 102
+
+
+def test_what_is_not_written_yet_is_taken_back_at_once() -> None:
+    world, _ = crowded()
+    world.disk.do()
+    prompt = [*said(world, "b"), *words(9, 10)]
+    world.ask("d", words(4, 100))
+    while world.step():
+        pass
+    (order,) = world.disk.orders
+    assert isinstance(order, Write)
+    assert order.stored.run.tokens[0] == 2
+    world.ask("b again", prompt)
+    world.step()
+    assert world.sequences["b again"].n_cached == 102
+    world.run()
+
+
+def test_a_file_that_is_no_good_is_computed_anew() -> None:
+    world, prompt = crowded()
+    world.disk.is_broken = True
+    assert world.answer("a again", prompt).n_cached == 0
+    assert 1 not in [stored.run.tokens[0] for stored in world.disk_cache.runs]
+
+
+def test_on_a_full_disk_nothing_is_kept_and_everything_goes_on() -> None:
+    world, prompt = crowded()
+    world.disk.is_full = True
+    for i in range(10, 14):
+        world.answer(str(i), words(i, 100))
+    assert len(world.disk_cache.runs) == 1
+    assert world.answer("a again", prompt).n_cached == 102
+
+
+def test_who_is_cancelled_while_the_disk_reads_leaves_it_in_host_memory() -> None:
+    world, prompt = crowded()
+    world.ask("a again", prompt)
+    world.step()
+    world.scheduler.cancel("a again", now=world.now)
+    world.run()
+    assert 1 in [saved.run.tokens[0] for saved in world.host.runs]
+    assert world.answer("a once more", prompt).n_cached == 102
+
+
+@KINDS
+def test_what_was_put_away_is_there_for_the_next_engine(trim: Trim) -> None:
+    world = World(trim, n_slots=2, disk_bytes=MIB)
+    for i, key in enumerate("abcd", start=1):
+        world.answer(key, words(i, 100))
+    for _ in world.slots.put_away():
+        world.take_from_disk()
+    found = [(stored.run.tokens[0], stored.is_checkpoint) for stored in world.disk.files]
+    assert sorted(found) == [(1, False), (2, False), (3, False), (4, False)]
+    assert [first for first, _ in found[:2]] == [4, 3]  # those used last come first
+    again = World(trim, n_slots=1, disk_bytes=MIB, disk=world.disk)
+    assert again.answer("a", [*said(world, "a"), *words(9, 10)]).n_cached == 102
+
+
+def test_of_two_slots_with_the_same_run_one_is_put_away() -> None:
+    world = World(n_slots=2, disk_bytes=MIB)
+    for key in ("a", "b"):
+        world.ask(key, words(1, 100))
+    world.run()
+    for _ in world.slots.put_away():
+        world.take_from_disk()
+    assert [stored.run.n_cells for stored in world.disk.files] == [102]
+
+
+# --- expiring -----------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_what_nobody_used_for_its_time_is_dropped_wherever_it_lies(trim: Trim) -> None:
+    world, prompt = crowded(trim, ttl_s=1000)
+    places = [world.slots.tier, world.host.tier, world.disk_cache.tier]
+    assert [tier.n_sessions for tier in places] == [1, 1, 1]
+    look_again = world.slots.expire(world.now)
+    while look_again is not None and world.disk_cache.runs:
+        world.now = look_again
+        look_again = world.slots.expire(world.now)
+        world.take_from_disk()
+    assert [tier.n_sessions for tier in (world.slots.tier, world.host.tier)] == [1, 1]  # used later
+    assert not world.disk.files
+    world.slots.expire(world.now + 1000)
+    assert [world.slots.tier, world.host.tier] == [Tier(0, 0), Tier(0, 0)]
+    assert world.backend.slots[0].tokens == []
+    assert world.answer("a again", prompt).n_cached == 0
+
+
+def test_what_is_used_does_not_expire() -> None:
+    world = World(n_slots=1, ttl_s=50)
+    talk = words(1, 100)
+    for turn in range(5):
+        end = world.answer(str(turn), talk)
+        assert turn == 0 or end.n_cached >= 100
+        talk = [*said(world, str(turn)), *words(20 + turn, 10)]
+        world.now += 40
+        world.slots.expire(world.now)
+
+
+def test_a_sequence_that_holds_its_slot_never_expires() -> None:
+    world = World(ttl_s=10)
+    world.ask("slow", words(1, 100), max_tokens=5)
+    world.step()
+    world.scheduler.set_paused("slow", True)
+    world.now += 1000
+    assert world.slots.expire(world.now) == world.now + 10
+    world.scheduler.set_paused("slow", False)
+    world.run()
+    assert world.ended["slow"].n_completion == 5
+
+
+def test_the_next_look_is_due_when_the_oldest_has_had_its_time() -> None:
+    world = World(ttl_s=100)
+    assert world.slots.expire(0.0) == 100
+    world.answer("a", words(1, 100), max_tokens=1)
+    used_at = world.now - 1  # its last turn had nothing left to do
+    world.answer("b", words(2, 100), max_tokens=1)
+    assert world.slots.expire(50.0) == used_at + 100
+    assert World().slots.expire(0.0) is None
+
+
 # --- any order of events ------------------------------------------------------------------------------------
 
 BLOCKS = [words(1, 40), words(2, 70), [*words(3, 50), END_OF_TURN], words(4, 9), [5, END_OF_TURN]]
@@ -395,24 +595,35 @@ ACTIONS = st.lists(
         st.tuples(st.just("pause"), ONE_OF_THEM),
         st.tuples(st.just("fail"), ONE_OF_THEM),
         st.tuples(st.just("refuse states"), st.booleans()),
+        st.tuples(st.just("disk"), st.booleans(), st.booleans()),
+        st.tuples(st.just("expire"), st.integers(0, 60)),
     ),
     max_size=40,
 )
 
 
 @KINDS
-@given(actions=ACTIONS, n_slots=st.integers(1, 4), ram_bytes=st.sampled_from([0, 1500, 4000, MIB]))
+@given(
+    actions=ACTIONS,
+    n_slots=st.integers(1, 4),
+    ram_bytes=st.sampled_from([0, 1500, 4000, MIB]),
+    disk_bytes=st.sampled_from([0, 3000, MIB]),
+)
 def test_nothing_stale_is_used_and_everybody_ends_in_any_order_of_events(
-    trim: Trim, actions: list[tuple[Any, ...]], n_slots: int, ram_bytes: int
+    trim: Trim, actions: list[tuple[Any, ...]], n_slots: int, ram_bytes: int, disk_bytes: int
 ) -> None:
-    world = World(trim, n_slots=n_slots, ram_bytes=ram_bytes)
+    world = World(trim, n_slots=n_slots, ram_bytes=ram_bytes, disk_bytes=disk_bytes, ttl_s=50)
     for number, (verb, *details) in enumerate(actions):
         act(world, str(number), verb, details)
         assert world.host.n_bytes <= ram_bytes
+        assert world.disk_cache.n_bytes <= disk_bytes
     for sequence in world.scheduler.all_sequences():
         sequence.paused = False
     world.run()
     assert world.host.n_bytes == sum(s.state.n_bytes for s in (*world.host.runs, *world.host.checkpoints))
+    world.take_from_disk()
+    assert {*world.disk.files} == {*world.disk_cache.runs, *world.disk_cache.checkpoints}
+    assert world.disk_cache.n_bytes == sum(state.n_bytes for state in world.disk.files.values())
     for sequence in world.sequences.values():
         tokens = sequence.tokens
         assert sequence.n_cached <= max(0, len(tokens) - N_COMPUTED_ANEW)
@@ -445,3 +656,9 @@ def act(world: World, key: str, verb: str, details: list[Any]) -> None:
                 world.scheduler.fail([old], BackendError("made to fail"))
         case "refuse states":
             world.backend.takes_no_state = details[0]
+        case "disk":
+            world.disk.is_full, world.disk.is_broken = details
+            world.take_from_disk()
+        case "expire":
+            world.now += details[0]
+            world.slots.expire(world.now)

@@ -108,6 +108,25 @@ async def test_a_second_signal_ends_it_at_once(log: Path, number: int) -> None:
     assert server.lines(" ERROR ", "Traceback") == []
 
 
+@pytest.mark.parametrize("n_signals", [1, 2])
+async def test_sessions_are_kept_at_the_end_unless_a_second_signal_asks_for_it_at_once(
+    log: Path, tmp_path: Path, n_signals: int
+) -> None:
+    flags = ("--max-inflight", "1", "--threads", "1", "--session-dir", str(tmp_path / "kept"))
+    with running(*flags, "--drain-timeout", "60", log=log) as server:
+        async with client_of(server) as client:
+            question = chat("What did you see in the night, and who came by? Tell it in full.", max_tokens=2)
+            assert (await client.post(question)).status_code == 200
+        async with busy(server, 1, max_tokens=4000 if n_signals == 2 else 2):
+            server.signal(signal.SIGTERM)
+            if n_signals == 2:
+                await server.until(lambda health: health["draining"])
+                await asyncio.sleep(2 * SECOND_THOUGHT_S)
+                server.signal(signal.SIGTERM)
+            assert await server.exit_status() == (130 if n_signals == 2 else 0)
+    assert bool(list(tmp_path.rglob("*.kv"))) == (n_signals == 1)
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_that_arrives_twice_in_a_moment_is_one(log: Path, second: int) -> None:
     with running("--max-inflight", "1", "--drain-timeout", "60", log=log) as server:
