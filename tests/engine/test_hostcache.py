@@ -106,4 +106,4 @@ def test_the_memory_of_what_expired_goes_back_to_the_system() -> None:
         cache.add(Saved(Run(), KvState(np.ones(n_mib << 20, np.uint8), False, "f")), used_at=1.0)
     assert resident_mib() - before > 250
     cache.expire(before=1.0)
-    assert resident_mib() - before < 30
+    assert resident_mib() - before < 70  # malloc keeps up to 64 MiB for the next to come
