@@ -1,10 +1,12 @@
 """A batched llama.cpp engine: `Engine.spawn(EngineConfig())`, `engine.submit(GenerateRequest.user("Hi."))`.
 
-The names below are loaded on first use, so that importing one module does not load llama.cpp.
+The names below are loaded on first use, so that importing one module does not load llama.cpp. Nothing at all
+is loaded here: the commands begin with this module, and Ctrl-C is not yet dealt with.
 """
 
-from importlib import import_module
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _HOMES = {
     "Engine": "engine",
@@ -29,7 +31,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    from importlib import import_module
+
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -11,7 +11,11 @@ def main() -> int:
     """Return the exit status."""
     # Python's own handler would print a traceback out of the middle of an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from llm_engine.cli import main as run
+    try:
+        from llm_engine.cli import main as run
+    except ModuleNotFoundError as error:  # of the base install, which is the ingress's
+        print(f"llm-engine: {error}: install llm-ring with its extra, llm-ring[worker]", file=sys.stderr)
+        return 1
 
     return run()
 

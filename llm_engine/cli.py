@@ -3,19 +3,27 @@
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
-from llm_engine.errors import EngineError
+from llm_engine.errors import ConfigError, EngineError, RequestError
 from llm_engine.generation import Delta, Failed, Finished, GenerateRequest, Generation
 from llm_engine.gguf import DEFAULT_MODEL
 from llm_engine.sampling import SamplingParams
 
+EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+
+def add_version_flag(parser: argparse.ArgumentParser) -> None:
+    """`--version`, which ends the process."""
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('llm-ring')}")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +46,7 @@ def _add_model_flags(model: argparse._ArgumentGroup) -> None:
         "--model-url",
         default=os.environ.get("MODEL_URL") or None,
         metavar="URL",
-        help="fetch the GGUF from a plain URL instead (environment: MODEL_URL)",
+        help="fetch the GGUF from a plain URL; --model is then where to keep it (environment: MODEL_URL)",
     )
     model.add_argument(
         "--no-download",
@@ -176,6 +184,16 @@ def engine_config(args: argparse.Namespace, *, max_tokens: int = 4096) -> Engine
     )
 
 
+def in_flags(error: Exception, args: argparse.Namespace) -> str:
+    """Return what is wrong with the options, each called as the flag that sets it."""
+    text = str(error)
+    for name in vars(args):
+        # A word of everyday use is an option only where the sentence is about it.
+        option = rf"(?<!\S){name}(_s|_bytes)?(?=[ ,]|$)" if "_" in name else rf"^{name}(?= is )"
+        text = re.sub(option, f"--{name.replace('_', '-')}", text)
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -185,14 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Engine.spawn(engine_config(args)) as engine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            return _print_answer(engine.submit(_request(args)))
+            return _answer(engine, args)
+    except (ConfigError, RequestError) as error:
+        print(f"llm-engine: {in_flags(error, args)}", file=sys.stderr)
+        return EXIT_FAULT
     except EngineError as error:
         print(f"llm-engine: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # Whoever read the answer has enough; the interpreter must not meet the same pipe again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return EXIT_FAULT
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -202,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llm-engine", description="Generate one answer with a GGUF model, printing tokens as they come."
     )
+    add_version_flag(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the user's message")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it")
     parser.add_argument(
@@ -213,7 +231,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens to generate (default: the room left, at most 4096)",
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="makes an answer repeatable (default: random)")
     add_engine_flags(parser)
     return parser
@@ -227,6 +247,18 @@ def _request(args: argparse.Namespace) -> GenerateRequest:
         sampling=SamplingParams(temperature=args.temperature, seed=args.seed),
         think=args.think,
     )
+
+
+def _answer(engine: Engine, args: argparse.Namespace) -> int:
+    try:
+        return _print_answer(engine.submit(_request(args)))
+    except OSError as error:
+        # The interpreter must not meet the same pipe or full disk again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever read the answer has enough
+            return EXIT_BROKEN_PIPE
+        print(f"llm-engine: the answer cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAULT
 
 
 def _print_answer(generation: Generation) -> int:

@@ -59,6 +59,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             self._check(field.name, getattr(self, field.name))
+        if self.model == "":
+            raise ConfigError("model is empty, must be a path, REPO, REPO:FILE, or smollm2")
         if self.batch_size < self.n_slots:
             raise ConfigError(f"batch_size {self.batch_size} is less than max_inflight {self.n_slots}")
         if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):

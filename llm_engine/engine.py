@@ -69,7 +69,7 @@ class Engine:
         budget = Budget(
             config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
         )
-        self._loop = Loop(backend, scheduler, budget, self._deliver, self._admission_changed)
+        self._loop = Loop(backend, scheduler, budget, self._deliver, self._tell_watcher)
         self._thread = threading.Thread(target=self._run, name="llm-engine-step", daemon=True)
         self._thread.start()
 
@@ -97,7 +97,7 @@ class Engine:
         """
         with self._model_in_use() as model:
             if model.template is None:
-                raise TemplateRefused("this model carries no chat template")
+                raise TemplateRefused(f"{self.info.file} carries no chat template")
             segments = _encodable(model.template.render(request.messages, request.think))
             if (n_at_least := model.n_tokens_at_least(segments)) > self.info.n_ctx:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
@@ -152,7 +152,7 @@ class Engine:
         )
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` on the running event loop whenever step times change what is available."""
+        """Call `on_change` on the running event loop when step times or the end of a generation change it."""
         self._watch = (asyncio.get_running_loop(), on_change)
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -221,8 +221,8 @@ class Engine:
             case Control.RESUME:
                 self._loop.commands.put(SetPaused(mailbox, False))
 
-    def _admission_changed(self) -> None:
-        """Tell who watches. Thread: step thread."""
+    def _tell_watcher(self) -> None:
+        """Tell who watches that `capacity` has changed. Thread: step thread."""
         if self._watch is not None:
             loop, on_change = self._watch
             if not loop.is_closed():
@@ -244,6 +244,7 @@ class Engine:
             with self._count:
                 self._n_inflight -= n_ended
                 self._count.notify_all()
+            self._tell_watcher()  # nobody hears the last event of what was cancelled
 
 
 def _put_all(mail: Mail) -> None:

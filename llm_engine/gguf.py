@@ -91,8 +91,9 @@ def _from_path(model: str) -> ModelFile:
             mode = part.stat().st_mode
         except OSError as error:
             raise ModelError(str(part), (error.strerror or str(error)).lower()) from error
-        if stat.S_ISDIR(mode):
-            raise ModelError(str(part), "a folder, not a GGUF file")
+        if not stat.S_ISREG(mode):  # to open a pipe that nobody writes to would take for ever
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+            raise ModelError(str(part), f"{kind}, not a GGUF file")
     return found
 
 

@@ -89,10 +89,12 @@ class Loop:
         """Step until closed; waits for a command when there is nothing to compute."""
         while not self._closing:
             events, computed = self.step()
+            is_idle = not computed and not self._closing
+            if is_idle:
+                self._set_stats(self._idle_stats())
             if events:
                 self._deliver(events)
-            if not computed and not self._closing:
-                self._set_stats(self._idle_stats())
+            if is_idle:
                 command = self.commands.get()
                 # A first step that never ends is told by its age, as any other.
                 self.stats = self.stats._replace(ended_at=self._clock())

@@ -1,12 +1,13 @@
 """Reading request bodies within three bounds: bytes of one, time of one, bytes of all being read.
 
-Owns: how many bytes of bodies are held while they are read. A body takes no lane before it is complete.
-Called by: `exchange.py`.
+Owns: how many bytes of bodies are held while they are read, and which are. A body takes no lane before it is
+complete. Called by: `exchange.py`; `public.py`, which turns them away when no more lanes are to be had.
 """
 
 import asyncio
+from collections.abc import Callable
 
-from llm_ingress.api.errors import body_timeout, overloaded, request_too_large
+from llm_ingress.api.errors import ApiError, body_timeout, overloaded, request_too_large
 from llm_ingress.asgi import Call, ClientLeft
 from llm_ingress.errors import RefusalReason
 
@@ -21,6 +22,8 @@ class Bodies:
         self._total_bytes = total_bytes
         self._timeout_s = timeout_s
         self._n_bytes = 0
+        self._timers: set[asyncio.Timeout] = set()  # one for each body being read
+        self._refusal: Callable[[], ApiError] | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -32,14 +35,26 @@ class Bodies:
 
         Raises: ApiError (408, 413, 503) with the rest of the body unread; ClientLeft.
         """
+        if self._refusal is not None:
+            raise self._refusal()
         reading = _Reading(self, _declared_length(call))
+        timer = asyncio.timeout(self._timeout_s)
+        self._timers.add(timer)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with timer:
                 return await reading.read(call)
         except TimeoutError as error:
-            raise body_timeout(self._timeout_s) from error
+            raise (self._refusal() if self._refusal else body_timeout(self._timeout_s)) from error
         finally:
+            self._timers.discard(timer)
             self._n_bytes -= reading.n_reserved
+
+    def turn_away(self, refusal: Callable[[], ApiError]) -> None:
+        """Refuse every body that is not complete, and those to come: the requests would come to nothing."""
+        self._refusal = refusal
+        for timer in self._timers:
+            if not timer.expired():
+                timer.reschedule(0)
 
     def reserve(self, n_bytes: int, n_of_this: int) -> None:
         """Make room for `n_bytes` more of a body that then has `n_of_this`."""

@@ -135,6 +135,12 @@ def diagnose(files: CertificateFiles, role: Role | None, now: datetime) -> None:
         _check_issuer(files.cert, chain, files.ca, now)
 
 
+def check_end(path: Path, not_after: datetime, now: datetime) -> None:
+    """Raises: CertificateFault that names the file, once its certificate has expired."""
+    if not_after <= now:
+        raise CertificateFault(f"{path}: expired on {_when(not_after)}")
+
+
 def expiry_warning(path: Path, now: datetime) -> str | None:
     """Return what a human should know of the end of a certificate; None while that is over 30 days away.
 
@@ -244,8 +250,7 @@ def load_key(path: Path) -> PrivateKeyTypes:
 
 
 def _check_dates(path: Path, certificate: x509.Certificate, now: datetime) -> None:
-    if certificate.not_valid_after_utc <= now:
-        raise CertificateFault(f"{path}: expired on {_when(certificate.not_valid_after_utc)}")
+    check_end(path, certificate.not_valid_after_utc, now)
     if now < certificate.not_valid_before_utc:
         raise CertificateFault(
             f"{path}: not yet valid, only from {_when(certificate.not_valid_before_utc)} on "

@@ -176,7 +176,7 @@ def _remark(facts: CertificateFacts, now: datetime) -> str:
     left = facts.not_after - now
     if left <= timedelta(0):
         return f"EXPIRED {-left // DAY} days ago"
-    return f"in {left // DAY} days" + (", renew it soon" if left <= WARN_AHEAD else "")
+    return f"in {-(-left // DAY)} days" + (", renew it soon" if left <= WARN_AHEAD else "")
 
 
 def _fail(message: str) -> int:

@@ -9,12 +9,14 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from llm_ingress.certs import CertificateFiles, is_worker_name
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llm-ingress",
         description="Take requests of OpenAI clients, and hand them to the workers of a ring.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('llm-ring')}")
     parser.set_defaults(run=_serve)
     _add_control_flags(parser)
     add_public_flags(parser)
@@ -73,7 +76,8 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
         "--control-bind",
         default=CONTROL_BIND,
         metavar="HOST:PORT",
-        help="address to listen on, port 0 for any free one (default: %(default)s)",
+        help="address to listen on, [::] for all of IPv4 and IPv6, port 0 for any free one"
+        " (default: %(default)s)",
     )
     control.add_argument(
         "--allow-worker",
@@ -120,7 +124,7 @@ def _serve(args: argparse.Namespace) -> int:
         with closing(listen(serving_config(args))) as listener:
             return asyncio.run(_run(args, listener))
     except ConfigError as error:
-        print(f"llm-ingress: {error}", file=sys.stderr)
+        print(f"llm-ingress: {in_flags(error, args)}", file=sys.stderr)
         return EXIT_FAULT
 
 
@@ -188,13 +192,16 @@ def _tenancy(args: argparse.Namespace) -> Tenancy:
 
 
 def add_public_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that `serving_config`, `public_config` and `gateway_config` read."""
+    """Flags that `serving_config`, `public_config` and `gateway_config` read.
+
+    The status named is that of a request whose answer has not begun; one that has ends in an error event.
+    """
     listener = parser.add_argument_group("public listener")
     listener.add_argument(
         "--bind",
         default=os.environ.get("HOST") or LOOPBACK,
         metavar="HOST",
-        help=f"address to listen on (default: {LOOPBACK}; environment: HOST)",
+        help=f"address to listen on, :: for all of IPv4 and IPv6 (default: {LOOPBACK}; environment: HOST)",
     )
     listener.add_argument(
         "--port",
@@ -220,7 +227,10 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         help="requests held at once, waiting or running; beyond it 503 (default: %(default)s)",
     )
     limits.add_argument(
-        "--request-timeout", type=float, metavar="S", help="seconds a request may take in all (default: off)"
+        "--request-timeout",
+        type=float,
+        metavar="S",
+        help="seconds a request may take in all, then 504 (default: off)",
     )
     limits.add_argument(
         "--max-request-bytes",
@@ -240,13 +250,15 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
         help="unread bytes at which a slow client's answer is paused (default: 256 KiB)",
     )
     _add_seconds(limits, "--stall-timeout", 10, "a client whose answer was paused so long in all is dropped")
-    _add_seconds(limits, "--no-worker-timeout", 10, "a request waits this long for a worker to come back")
+    _add_seconds(
+        limits, "--no-worker-timeout", 10, "a request waits this long while no worker is attached, then 503"
+    )
     limits.add_argument(
         "--max-attempts",
         type=int,
         default=3,
         metavar="N",
-        help="workers a request may lose before it is given up (default: %(default)s)",
+        help="times a request may lose its worker, then 502 (default: %(default)s)",
     )
     _add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
     _add_budget_flags(parser)
@@ -258,19 +270,23 @@ def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--affinity-wait-ms",
         type=float,
-        default=1000 * GatewayConfig().affinity_wait_s,
+        default=GatewayConfig().affinity_wait_ms,
         metavar="MS",
         help="a request waits at most this long for the worker that holds its conversation, and no longer"
         " than computing that anew would take (default: %(default)g)",
     )
-    _add_budget(group, "--max-sessions", budgets.sessions, "sessions: conversations with a conversation_id")
-    _add_budget(group, "--max-sessions-per-worker", budgets.sessions_per_worker, "sessions of one worker")
-    _add_budget(group, "--max-kv-mib", budgets.kv_mib, "KV of running requests in all, MiB")
-    _add_budget(group, "--max-kv-mib-per-worker", budgets.kv_mib_per_worker, "KV of those of one worker, MiB")
+    _add_budget(
+        group, "--max-sessions", budgets.max_sessions, "sessions: conversations with a conversation_id"
+    )
+    _add_budget(group, "--max-sessions-per-worker", budgets.max_sessions_per_worker, "sessions of one worker")
+    _add_budget(group, "--max-kv-mib", budgets.max_kv_mib, "KV of running requests in all, MiB")
+    _add_budget(
+        group, "--max-kv-mib-per-worker", budgets.max_kv_mib_per_worker, "KV of those of one worker, MiB"
+    )
     _add_budget(
         group,
         "--max-in-flight-decodes",
-        os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.decodes,
+        os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.max_in_flight_decodes,
         "requests with workers at once; environment: MAX_IN_FLIGHT_DECODES",
     )
     group.add_argument(
@@ -309,7 +325,7 @@ def serving_config(args: argparse.Namespace) -> ServingConfig:
     """
     if args.tls_cert is None and not args.insecure and not is_loopback(args.bind):
         raise ConfigError(
-            f"refusing plain HTTP on {args.bind}, which other machines can reach: "
+            f"refusing plain HTTP on {args.bind or 'every address'}, which other machines can reach: "
             "give --tls-cert and --tls-key, or --insecure"
         )
     default_port = PLAIN_PORT if args.tls_cert is None else TLS_PORT
@@ -318,7 +334,7 @@ def serving_config(args: argparse.Namespace) -> ServingConfig:
         port=default_port if args.port is None else args.port,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
-        head_timeout_s=args.body_timeout,
+        head_timeout_s=public_config(args).body_timeout_s,
         drain_timeout_s=args.drain_timeout,
     )
 
@@ -342,17 +358,27 @@ def gateway_config(args: argparse.Namespace) -> GatewayConfig:
         stall_timeout_s=args.stall_timeout,
         no_worker_timeout_s=args.no_worker_timeout,
         max_attempts=args.max_attempts,
-        affinity_wait_s=args.affinity_wait_ms / 1000,
+        affinity_wait_ms=args.affinity_wait_ms,
         budgets=Budgets(
-            sessions=args.max_sessions,
-            sessions_per_worker=args.max_sessions_per_worker,
-            kv_mib=args.max_kv_mib,
-            kv_mib_per_worker=args.max_kv_mib_per_worker,
-            decodes=args.max_in_flight_decodes,
-            decodes_per_worker=args.max_in_flight_decodes_per_worker,
+            max_sessions=args.max_sessions,
+            max_sessions_per_worker=args.max_sessions_per_worker,
+            max_kv_mib=args.max_kv_mib,
+            max_kv_mib_per_worker=args.max_kv_mib_per_worker,
+            max_in_flight_decodes=args.max_in_flight_decodes,
+            max_in_flight_decodes_per_worker=args.max_in_flight_decodes_per_worker,
         ),
         at_cap=args.at_cap,
     )
+
+
+def in_flags(error: Exception, args: argparse.Namespace) -> str:
+    """Return what is wrong with the options, each called as the flag that sets it."""
+    text = str(error)
+    for name in vars(args):
+        # A word of everyday use is an option only where the sentence is about it.
+        option = rf"(?<!\S){name}(_s|_bytes)?(?=[ ,]|$)" if "_" in name else rf"^{name}(?= is )"
+        text = re.sub(option, f"--{name.replace('_', '-')}", text)
+    return text
 
 
 def is_loopback(host: str) -> bool:

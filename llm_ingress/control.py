@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, Never
 
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from llm_ingress.attachment import Attachment, AttachRules
 from llm_ingress.certs import identity_of
 from llm_ingress.endpoint import Endpoint
 from llm_ingress.errors import CertificateFault, ConfigError, ProtocolFault, WorkerRefused
 from llm_ingress.gateway import Gateway
+from llm_ingress.labels import shown
 from llm_ingress.outbox import MAX_MESSAGE_BYTES
 from llm_ingress.tls_listener import TlsListener
-from llm_ingress.wire import RefusedFor
+from llm_ingress.wire import INGRESS_ID_HEADER, RefusedFor
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,8 @@ class Control:
         self._config = config
         self._rules = AttachRules(ingress_id=uuid.uuid4().hex, allow=config.allow)
         self._connections: set[_Connection] = set()
-        self._http = web.Server(self._serve_request, access_log=None)
-        self._listener = TlsListener(self._http, tls)
+        self._http = web.Server(self._serve_request)
+        self._listener = TlsListener(self._make_peer, tls)
 
     async def listen(self) -> None:
         """Open the socket. Raises: OSError."""
@@ -104,6 +106,10 @@ class Control:
             connection.end("this ingress goes away", WSCloseCode.GOING_AWAY, is_expected=True)
         await self._http.shutdown(timeout=2 * CLOSE_S)
 
+    def _make_peer(self) -> web.RequestHandler:
+        loop = asyncio.get_running_loop()
+        return _Peer(self._http, loop=loop, access_log=None)  # type: ignore[arg-type]  # None is no log
+
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path != RING_PATH:
             raise web.HTTPNotFound
@@ -113,6 +119,27 @@ class Control:
             return await connection.run()
         finally:
             self._connections.discard(connection)
+
+
+class _Peer(web.RequestHandler):
+    """A connection as aiohttp serves it, except that what is no HTTP is one line, and the peer's fault."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        reason = shown(exc.message.partition("\n")[0])
+        logger.warning(
+            "worker %s: it does not speak HTTP: %s", _name_of(_identity(request)[0], request), reason
+        )
+        response = web.Response(status=status)
+        response.force_close()
+        return response
 
 
 class _End(NamedTuple):
@@ -131,6 +158,7 @@ class _Connection:
     """One worker's connection, from its certificate to its end."""
 
     def __init__(self, gateway: Gateway, rules: AttachRules, request: web.BaseRequest) -> None:
+        self._gateway = gateway
         self._request = request
         self._ws = web.WebSocketResponse(
             timeout=CLOSE_S,
@@ -140,11 +168,12 @@ class _Connection:
             max_msg_size=MAX_MESSAGE_BYTES,
             writer_limit=UNSENT_BYTES,
         )
+        self._ws.headers[INGRESS_ID_HEADER] = rules.ingress_id
         self._ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         self._has_output = asyncio.Event()
         self._pong: bytes | None = None
         identity, self._fault = _identity(request)
-        self._peer = f"{identity or 'a worker without a name'} at {request.remote}"
+        self._peer = _name_of(identity, request)
         self.attachment = Attachment(
             gateway, rules, identity, on_output=self._has_output.set, on_close=self._close
         )
@@ -170,7 +199,7 @@ class _Connection:
     def end(self, why: str, code: int = WSCloseCode.POLICY_VIOLATION, *, is_expected: bool = False) -> None:
         """End the connection; the first reason counts."""
         if not self._ended.done():
-            self._ended.set_result(_End(why, code, is_expected))
+            self._ended.set_result(_End(shown(why), code, is_expected))
 
     def _close(self, why: str) -> None:
         """The gateway has had enough."""
@@ -212,6 +241,14 @@ class _Connection:
             hello.instance_id,
             hello.max_inflight,
         )
+        for name, (other, owner) in self._gateway.shared_names(hello.model).items():
+            logger.warning(
+                "both %s and %s go by the name %s: requests for it are for %s",
+                hello.model.name,
+                other,
+                name,
+                owner,
+            )
 
     async def _receive(self) -> None:
         """Act on the next WebSocket message. Raises: ProtocolFault, WorkerRefused, _Lost."""
@@ -230,7 +267,7 @@ class _Connection:
             case WSMsgType.ERROR:
                 raise ProtocolFault(str(message.data))
             case WSMsgType.CLOSE if message.data == WSCloseCode.OK:
-                self.end("it has left", WSCloseCode.OK, is_expected=True)
+                self.end(f"it has left{_reason_of(message.extra)}", WSCloseCode.OK, is_expected=True)
                 raise _Lost
             case _:
                 raise _Lost(f"the connection was lost{_reason_of(message.extra)}")
@@ -287,6 +324,11 @@ def _identity(request: web.BaseRequest) -> tuple[str, str | None]:
         return identity_of(der), None
     except CertificateFault as fault:
         return "", str(fault)
+
+
+def _name_of(identity: str, request: web.BaseRequest) -> str:
+    """Return what a peer is called in the log."""
+    return f"{identity or 'a worker without a name'} at {request.remote}"
 
 
 def _reason_of(extra: object) -> str:

@@ -10,7 +10,7 @@ from llm_ingress.errors import ConfigError
 
 PORT_MAX = 65535
 
-_ENDPOINT = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<name>[^\[\]:]+))(?::(?P<port>[^:]*))?")
+_ENDPOINT = re.compile(r"(?:\[(?P<address>[^\[\]\s]+)\]|(?P<name>[^\[\]:\s]+))(?::(?P<port>[^:]*))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Exchange:
         except UnknownModel as error:
             raise api.model_not_found(error.model) from error
         except Refused as error:
-            raise api.overloaded(error.reason, error.retry_after_s, f"{error.message}.") from error
+            raise api.overloaded(error.reason, error.retry_after_s, error.message) from error
 
     async def _serve(self, lane: Lane) -> None:
         """Answer from the lane until its end, the client's, or a stall; whichever it is, the lane is left."""
@@ -170,11 +170,13 @@ class Exchange:
         reason = outcome.reason
         if reason in _REFUSALS:
             refusal = _REFUSALS[reason]
-            return api.overloaded(refusal, self._gateway.retry_after_s(refusal), f"{outcome.message}.")
+            return api.overloaded(refusal, self._gateway.retry_after_s(refusal), outcome.message)
         if reason is OutcomeReason.DEADLINE:
             return api.deadline_passed(f"The request was {outcome.message}.")
         if reason in (OutcomeReason.WORKER_LOST, OutcomeReason.ATTEMPTS_SPENT):
-            return api.worker_unavailable("The worker that answered was lost, and no other could go on.")
+            message = "The worker that answered was lost, and no other could go on."
+            is_hopeless = reason is OutcomeReason.ATTEMPTS_SPENT
+            return api.worker_unavailable(message, is_hopeless=is_hopeless)
         if reason is OutcomeReason.WORKER_FAILED:
             return api.internal()
         return None
@@ -235,11 +237,12 @@ class Exchange:
 
     def _log_refusal(self, error: ApiError) -> None:
         logger.info(
-            "request %s refused: status=%d code=%s param=%s",
+            "request %s refused: status=%d code=%s param=%s reason=%s",
             self._call.request_id,
             error.status,
             error.code,
             error.param,
+            error.extra.get("reason"),
         )
 
     def _log_end(self, lane: Lane) -> None:

@@ -173,8 +173,8 @@ class Gateway:
     def tick(self) -> None:
         """Act on what time alone decides; called several times a second.
 
-        1. A worker silent past its lease loses its lanes; it is told to drop them, should it wake.
-        2. A worker that is not worth its connection loses that too.
+        1. A worker silent past its lease is let go of; should it wake, it attaches anew.
+        2. So is one that is not worth its connection.
         3. A lane past one of its limits ends, when its turn has come to be looked at.
         4. A session that nobody used for long is counted no more, and a lane that has waited long enough for
            who holds its conversation goes to any worker with room.
@@ -183,9 +183,7 @@ class Gateway:
         placement, leases = self._placement, self._placement.leases
         leases.allow_idle_frames(now)
         for worker in leases.expire(now):  # 1
-            for lane in worker.held.values():
-                worker.link.cancel(lane.ref)
-            placement.lose(worker, f"nothing heard from its worker for {self.config.heartbeat_timeout_s:g} s")
+            placement.dismiss(worker, f"nothing heard from it for {self.config.heartbeat_timeout_s:g} s")
         for worker, why in leases.at_fault(now, claim_timeout_s=self.config.claim_timeout_s):  # 2
             placement.dismiss(worker, why)
         contended = placement.dispatch.contended()
@@ -217,8 +215,17 @@ class Gateway:
 
     def models(self) -> tuple[ModelCard, ...]:
         """Return the models live workers serve, one card a name, each with every alias that leads to it."""
-        live = (worker.card for worker in self._placement.leases if worker.is_live)
-        return self._placement.dispatch.catalogue(live)
+        return self._placement.dispatch.catalogue(worker.card for worker in self._placement.leases)
+
+    def shared_names(self, card: ModelCard) -> dict[str, tuple[str, str | None]]:
+        """Return each name that another attached model has too: with that model, and the one it leads to."""
+        names = {card.name, *card.aliases}
+        others = [worker.card for worker in self._placement.leases if worker.card.name != card.name]
+        return {
+            name: (other.name, self._placement.dispatch.name_of(name))
+            for other in others
+            for name in names & {other.name, *other.aliases}
+        }
 
     def retry_after_s(self, reason: RefusalReason) -> int:
         """Return whole seconds, spread so that those refused together do not come back together."""

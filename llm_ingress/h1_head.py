@@ -5,12 +5,15 @@ connection. Here both get the API's error with the headers of every answer, and 
 time of a head counts from its first byte; no answer under way, no wait for a further request is part of it.
 On HTTP/2 a connection without a request is closed when its keep-alive time is over, whatever it sends.
 
+A head that does make one is passed on as the application knows it: `plain` says how.
+
 Owns: the clock of one head. Reaches into hypercorn, like `h2_flow.py`. Used by: `express.py`, which
 installs its class with the short way added; `serving.py`, for its settings.
 """
 
 import asyncio
 import logging
+import re
 import uuid
 
 import h11
@@ -22,6 +25,8 @@ from llm_ingress.api.errors import ApiError, head_timeout, unreadable_head
 from llm_ingress.asgi import UNBUFFERED
 
 logger = logging.getLogger(__name__)
+
+_ORIGIN = re.compile(rb"\Ahttps?://[^/?#]*", re.IGNORECASE)
 
 
 class HeadSettings(Config):
@@ -54,7 +59,7 @@ class BoundedHeadH11(H11Protocol):
 
     async def _create_stream(self, request: h11.Request) -> None:
         self._stop_clock()
-        await super()._create_stream(request)
+        await super()._create_stream(plain(request))
 
     async def _give_up(self) -> None:
         if self._is_amid_head:
@@ -84,3 +89,20 @@ class BoundedHeadH11(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def plain(request: h11.Request) -> h11.Request:
+    """Return a request with the path as its target, and without an `Upgrade`, since nothing else is spoken.
+
+    Source: RFC 9112 section 3.2.2, a server must take the whole URL too; RFC 9110 section 7.8, it may ignore
+    an upgrade.
+    """
+    target = _ORIGIN.sub(b"", request.target)
+    headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+    if target == request.target and len(headers) == len(request.headers):
+        return request
+    if not target.startswith((b"/", b"*")):
+        target = b"/" + target
+    return h11.Request(
+        method=request.method, target=target, headers=headers, http_version=request.http_version
+    )

@@ -6,6 +6,7 @@
 3. HTTP/2 data that arrives for a stream already answered broke the whole connection: now it is dropped.
 4. Closing a connection waited without end for its unread bytes: now for `CLOSE_TIMEOUT_S`.
 5. A connection its client had closed was held until the keep-alive time was over: now it is closed at once.
+6. A connection cut short at the server's end was logged as a fault by Python 3.11: now it just ends.
 
 Reaches into hypercorn, like `h1_head.py` and `express.py`. Called by: `serving.py`, once, before it serves.
 """
@@ -38,6 +39,13 @@ def install() -> None:
 
 class ClosingConnection(TCPServer):
     """A connection that is closed when its client is gone, and whose closing ends."""
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        except asyncio.CancelledError:
+            if not self.context.terminated.is_set():
+                raise
 
     async def _read_data(self) -> None:
         await super()._read_data()

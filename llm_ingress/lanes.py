@@ -52,7 +52,8 @@ TERMINAL = frozenset(state for state, following in NEXT.items() if not following
 class OutcomeReason(StrEnum):
     """What ended a lane."""
 
-    FINISHED = "finished"  # the worker's END; an error status it chose included
+    FINISHED = "finished"
+    REFUSED = "refused"  # answered in full with an error status: the worker found the request at fault
     CLIENT_LEFT = "client_left"
     STALLED = "stalled"  # the client read too slowly for too long
     DEADLINE = "deadline"  # the request's own time limit

@@ -16,8 +16,6 @@ from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
 # Frames that move nothing: offers and heartbeats beyond need, lanes it does not hold, empty bodies. A worker
 # may send so many in one second, or that of one second at once.
 IDLE_FRAMES_PER_S = 20_000
-# A worker whose lease ended this many times over is not waited for any longer.
-LEASES_UNTIL_FORGOTTEN = 10
 
 
 class WorkerLink(Protocol):
@@ -51,7 +49,7 @@ class WorkerView:
     link: WorkerLink
     heard_at: float
     identity: str | None = None  # what it proved to be; None within one process
-    is_live: bool = True  # False from the lease's end to the next frame
+    is_live: bool = True  # False once its lease has ended, and while it is let go of
     is_draining: bool = False
     is_stuck: bool = False  # by its own account: its engine has not ended a step for long
     heartbeat: Heartbeat | None = None
@@ -188,7 +186,10 @@ class Leases:
         return self._holders.get(lane.id)
 
     def expire(self, now: float) -> list[WorkerView]:
-        """End the leases of workers silent for too long, and return these workers.
+        """End the leases of workers silent for too long, and return these workers: to be let go of.
+
+        What still arrives on such a connection proves nothing: a line that was cut delivers what lay in it,
+        long after the worker has closed its own end.
 
         A scan that itself ran late proves that this process was starved, and that frames may lie unread: it
         gives everybody one interval more.
@@ -206,19 +207,14 @@ class Leases:
     def at_fault(self, now: float, *, claim_timeout_s: float) -> list[tuple[WorkerView, str]]:
         """Return the workers that are not worth their connection any more, each with the reason.
 
-        1. Silent many leases long: it is not coming back to this connection.
-        2. Alive, and without a word about a lane it holds: it takes work and does none, or is stuck.
-
+        They are heard, and without a word about a lane they hold: they take work and do none, or are stuck.
         Nobody is, while a scan that ran late has frames to catch up with.
         """
         if now < self._grace_until:
             return []
-        forget_s = LEASES_UNTIL_FORGOTTEN * self._timeout_s
         faults = []
         for worker in self:
-            if not worker.is_live and now - worker.heard_at > forget_s:  # 1
-                faults.append((worker, f"nothing heard from it for {forget_s:g} s"))
-            elif (lane := worker.unmoved(now - claim_timeout_s)) is not None:  # 2
+            if (lane := worker.unmoved(now - claim_timeout_s)) is not None:
                 why = f"it holds lane {lane.id} and has said nothing of it for {claim_timeout_s:g} s"
                 faults.append((worker, why))
         return faults

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from llm_ingress.errors import UnknownVersion, WireError
+from llm_ingress.labels import MAX_LABEL_CHARS, is_label
 from llm_ingress.wire import (
     PROTOCOL_VERSION,
     Body,
@@ -38,6 +39,15 @@ _CREDIT = struct.Struct("!IQ")
 
 NO_LANE = LaneRef(0, 0)  # what frames about the whole ring carry
 
+# A worker may claim so much of itself, and no more.
+MAX_ALIASES = 100
+MAX_INFLIGHT = 65_536
+
+# How the answer reaches the client is between that and the ingress. Source: RFC 9110, section 7.6.1.
+_OF_THE_CONNECTION = frozenset(
+    {"connection", "content-length", "keep-alive", "proxy-connection"}
+    | {"te", "trailer", "transfer-encoding", "upgrade"}
+)
 # What HTTP allows in a head: anything else would break the client's connection.
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
@@ -209,8 +219,11 @@ def _unpack_json(kind: Kind, ref: LaneRef, payload: bytes) -> Message:
     if kind is Kind.HELLO:
         _check_version(payload)
     message: Any = _decode(kind, _JSON[kind], payload)
-    if isinstance(message, Head):
-        _check_head(message)
+    match message:
+        case Head():
+            _check_head(message)
+        case Hello():
+            _check_hello(message)
     return message if kind in OF_RING else OfLane(ref, message)
 
 
@@ -221,12 +234,30 @@ def _check_version(payload: bytes) -> None:
         raise UnknownVersion(protocol)
 
 
+def _check_hello(hello: Hello) -> None:
+    """What a worker says of itself goes into logs, and into what clients are told."""
+    model = hello.model
+    labels = (hello.worker, hello.instance_id, model.name, model.file, model.fingerprint, *model.aliases)
+    for text in labels:
+        if not is_label(text):
+            must = f"1 to {MAX_LABEL_CHARS} printable characters"
+            raise WireError(f"HELLO: {text[:40]!r} is no name, which must be {must}")
+    if len(model.aliases) > MAX_ALIASES:
+        raise WireError(f"HELLO: {len(model.aliases)} aliases, must be at most {MAX_ALIASES}")
+    if not 1 <= hello.max_inflight <= MAX_INFLIGHT:
+        raise WireError(f"HELLO: max_inflight is {hello.max_inflight}, must be 1 to {MAX_INFLIGHT}")
+    if model.n_ctx < 1:
+        raise WireError(f"HELLO: n_ctx is {model.n_ctx}, must be at least 1")
+
+
 def _check_head(head: Head) -> None:
     if not 200 <= head.status <= 599:
         raise WireError(f"HEAD: status {head.status}, must be 200 to 599")
     for name, value in head.headers:
         if _HEADER_NAME.fullmatch(name) is None or _HEADER_VALUE.fullmatch(value) is None:
             raise WireError(f"HEAD: not a header: {name[:40]!r}")
+        if name.lower() in _OF_THE_CONNECTION:
+            raise WireError(f"HEAD: {name.lower()} is not for the worker to say")
 
 
 def _decode(kind: Kind, decoder: "msgspec.json.Decoder[Any]", payload: bytes) -> Any:

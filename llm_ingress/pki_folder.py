@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_ingress.certs import CA_NAME, CERT_NAME, KEY_NAME, is_worker_name, load_chain, load_key
 from llm_ingress.errors import CertificateFault, ConfigError
@@ -20,6 +21,14 @@ from llm_ingress.pki import Authority, Names, Period, PrivateKey, certificate_pe
 CA_KEY_NAME = "ca-key.pem"
 WORKERS_NAME = "workers"
 FOLDER_MODE, PRIVATE_MODE, PUBLIC_MODE = 0o700, 0o600, 0o644
+
+
+class _File(NamedTuple):
+    """What is to lie where."""
+
+    path: Path
+    data: bytes
+    mode: int = PUBLIC_MODE
 
 
 def init(folder: Path, names: Names, period: Period) -> None:
@@ -31,10 +40,12 @@ def init(folder: Path, names: Names, period: Period) -> None:
     authority, key = Authority.new(period.now), new_key()
     certificate = authority.certify_ingress(key.public_key(), names, period)
     _make_folder(folder)
-    _write(folder / CA_KEY_NAME, key_pem(authority.key), PRIVATE_MODE)
-    _write(folder / CA_NAME, certificate_pem(authority.certificate), PUBLIC_MODE)
-    _write(folder / KEY_NAME, key_pem(key), PRIVATE_MODE)
-    _write(folder / CERT_NAME, certificate_pem(certificate), PUBLIC_MODE)
+    _write(
+        _File(folder / CA_KEY_NAME, key_pem(authority.key), PRIVATE_MODE),
+        _File(folder / CA_NAME, certificate_pem(authority.certificate)),
+        _File(folder / KEY_NAME, key_pem(key), PRIVATE_MODE),
+        _File(folder / CERT_NAME, certificate_pem(certificate)),
+    )
 
 
 def renew_ingress(folder: Path, names: Names | None, period: Period) -> None:
@@ -44,11 +55,12 @@ def renew_ingress(folder: Path, names: Names | None, period: Period) -> None:
     """
     authority = _load_authority(folder)
     old = load_chain(folder / CERT_NAME)[0]
+    renewed = []
     if authority.end < period.end:
         authority = authority.renewed(period.now)
-        _write(folder / CA_NAME, certificate_pem(authority.certificate), PUBLIC_MODE)
+        renewed.append(_File(folder / CA_NAME, certificate_pem(authority.certificate)))
     certificate = authority.certify_ingress(old.public_key(), names or names_of(old), period)
-    _write(folder / CERT_NAME, certificate_pem(certificate), PUBLIC_MODE)
+    _write(*renewed, _File(folder / CERT_NAME, certificate_pem(certificate)))
 
 
 def issue_worker(folder: Path, name: str, out: Path, period: Period) -> None:
@@ -60,9 +72,7 @@ def issue_worker(folder: Path, name: str, out: Path, period: Period) -> None:
     _refuse_to_overwrite((record, *(out / file for file in (CA_NAME, CERT_NAME, KEY_NAME))))
     authority, key = _load_lasting(folder, period), new_key()
     certificate = certificate_pem(authority.certify_worker(key.public_key(), name, period))
-    _make_folder(out)
-    _write(out / KEY_NAME, key_pem(key), PRIVATE_MODE)
-    _hand_out(certificate, authority, out, record)
+    _hand_out(certificate, authority, out, record, _File(out / KEY_NAME, key_pem(key), PRIVATE_MODE))
 
 
 def renew_worker(folder: Path, name: str, out: Path, period: Period) -> None:
@@ -76,7 +86,6 @@ def renew_worker(folder: Path, name: str, out: Path, period: Period) -> None:
     authority, key = _load_lasting(folder, period), load_chain(record)[0].public_key()
     if (out / KEY_NAME).exists() and load_key(out / KEY_NAME).public_key() != key:
         raise CertificateFault(f"{out / KEY_NAME}: not the key of the certificate {record}")
-    _make_folder(out)
     _hand_out(certificate_pem(authority.certify_worker(key, name, period)), authority, out, record)
 
 
@@ -94,11 +103,15 @@ def _record(folder: Path, name: str) -> Path:
     return folder / WORKERS_NAME / f"{name}.pem"
 
 
-def _hand_out(certificate: bytes, authority: Authority, out: Path, record: Path) -> None:
-    _write(out / CA_NAME, certificate_pem(authority.certificate), PUBLIC_MODE)
-    _write(out / CERT_NAME, certificate, PUBLIC_MODE)
+def _hand_out(certificate: bytes, authority: Authority, out: Path, record: Path, *beside: _File) -> None:
+    _make_folder(out)
     _make_folder(record.parent)
-    _write(record, certificate, PUBLIC_MODE)
+    _write(
+        *beside,
+        _File(out / CA_NAME, certificate_pem(authority.certificate)),
+        _File(out / CERT_NAME, certificate),
+        _File(record, certificate),
+    )
 
 
 def _load_authority(folder: Path) -> Authority:
@@ -132,16 +145,32 @@ def _make_folder(folder: Path) -> None:
     folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a file in one step: a reader finds the old one or the new one, and nothing between."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _write(*files: _File) -> None:
+    """Write all of these, or none: each is complete beside its place before the first is moved there.
+
+    A reader finds the old one or the new one, and nothing between.
+
+    Raises: OSError that names the file.
+    """
+    temporaries: list[str] = []
     try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        for file in files:
+            handle, temporary = tempfile.mkstemp(dir=file.path.parent, prefix=f".{file.path.name}.")
+            temporaries.append(temporary)
+            _fill(handle, file)
+        for temporary, file in zip(temporaries, files, strict=True):
+            os.replace(temporary, file.path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.path)) from error
+    finally:
+        for temporary in temporaries:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _fill(handle: int, content: _File) -> None:
+    """Write what is to be in a file that is open, and close it."""
+    with os.fdopen(handle, "wb") as file:
+        os.fchmod(handle, content.mode)
+        file.write(content.data)
+        file.flush()
+        os.fsync(handle)

@@ -32,6 +32,7 @@ from llm_ingress.wire import Heartbeat, ModelCard
 logger = logging.getLogger(__name__)
 
 TOKEN_PATH_METHODS = ("POST", "OPTIONS")
+ALL_METHODS = ("GET", "HEAD", *TOKEN_PATH_METHODS)
 OWNER = "llm-ring"
 CAPACITY_FIELDS = ("inflight", "decoding", "max_inflight", "available_slots")
 
@@ -83,8 +84,9 @@ class Public:
         return self._n_exchanges == 0
 
     def drain(self) -> None:
-        """Ask every client answered from now on to close its connection."""
+        """Take no more requests, those that are still arriving included; each answer ends its connection."""
         self._is_draining = True
+        self._bodies.turn_away(self._status.draining)
 
     def fail(self) -> None:
         """Tell from now on that this process is about to end for a fault."""
@@ -109,11 +111,11 @@ class Public:
             await self._exchange(dialect, call)
         elif not await call.discard():  # nothing else takes a body, and hypercorn must not be left with one
             await call.refuse_unread(api.request_too_large(0))
+        elif call.method == "OPTIONS" and (dialect is not None or call.path == "*"):
+            await call.start(204, (("allow", ", ".join(TOKEN_PATH_METHODS if dialect else ALL_METHODS)),))
+            await call.finish()
         elif dialect is None:
             await self._visit(call)
-        elif call.method == "OPTIONS":
-            await call.start(204, (("allow", ", ".join(TOKEN_PATH_METHODS)),))
-            await call.finish()
         else:
             await call.refuse(api.wrong_method(call.method, call.path, TOKEN_PATH_METHODS))
 
@@ -160,13 +162,17 @@ class _Status:
         """GET /ready: whether it is worth sending requests here; busy is ready."""
         snapshot = self._gateway.snapshot()
         if snapshot.draining:
-            return _error(self._not_ready(RefusalReason.DRAINING, "The server is shutting down."))
+            return _error(self.draining())
         if not _serving(snapshot):
-            return _error(self._not_ready(RefusalReason.NO_WORKERS, "No worker is attached."))
+            return _error(self._not_ready(RefusalReason.NO_WORKERS, "no worker is attached"))
         return _json({"status": "ready"})
 
-    def _not_ready(self, reason: RefusalReason, message: str) -> ApiError:
-        return api.overloaded(reason, self._gateway.retry_after_s(reason), message)
+    def draining(self) -> ApiError:
+        """Return what a request is told that comes too late."""
+        return self._not_ready(RefusalReason.DRAINING, "the server is shutting down")
+
+    def _not_ready(self, reason: RefusalReason, why: str) -> ApiError:
+        return api.overloaded(reason, self._gateway.retry_after_s(reason), why)
 
 
 def _site(status: _Status, routes: Sequence[BaseRoute]) -> Starlette:

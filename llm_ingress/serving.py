@@ -99,6 +99,8 @@ def _open_socket(config: ServingConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if family is socket.AF_INET6:  # `::` takes IPv4 too, whatever the system's habit
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

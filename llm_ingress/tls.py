@@ -15,11 +15,14 @@ from datetime import UTC, datetime
 from typing import Never, TypeAlias
 
 from llm_ingress.certs import (
+    CertificateFacts,
     CertificateFiles,
     Role,
     Stamp,
+    check_end,
     diagnose,
     expiry_warning,
+    read_facts,
 )
 from llm_ingress.errors import CertificateFault
 
@@ -90,17 +93,34 @@ class LiveContext:
     Thread: event loop, or wherever its one owner lives.
     """
 
-    def __init__(self, build: Build, files: CertificateFiles, now: datetime) -> None:
-        """Load the files, and log what expires soon. Raises: CertificateFault."""
+    def __init__(
+        self, build: Build, files: CertificateFiles, now: datetime, *, keeps_names: bool = False
+    ) -> None:
+        """Load the files, and log what expires soon. Raises: CertificateFault.
+
+        With `keeps_names` a renewed certificate must have the names of the first: a process that runs as one
+        worker does not become another.
+        """
         self._build = build
         self._files = files
+        self._keeps_names = keeps_names
+        self._facts: CertificateFacts | None = None  # of the certificate in use
         self._seen: Stamp = files.stamp()
         self._complaint: str | None = None
         self._current = self._load(now)
 
     @property
     def current(self) -> ssl.SSLContext:
-        """The newest good context: a dial takes it each time."""
+        """The newest good context."""
+        return self._current
+
+    def for_dial(self, now: datetime) -> ssl.SSLContext:
+        """Return the newest good context, for one dial.
+
+        Raises: CertificateFault once it has expired: the other side would hang up without a word.
+        """
+        if self._facts is not None:
+            check_end(self._files.cert, self._facts.not_after, now)
         return self._current
 
     def for_listener(self) -> ssl.SSLContext:
@@ -138,6 +158,13 @@ class LiveContext:
     def _load(self, now: datetime) -> ssl.SSLContext:
         """Return a fresh context, and log what of it expires soon. Raises: CertificateFault."""
         fresh = self._build(self._files, now)
+        facts = read_facts(self._files.cert)
+        if self._keeps_names and self._facts is not None and facts.names != self._facts.names:
+            raise CertificateFault(
+                f"{self._files.cert}: is {', '.join(facts.names)}, and this process runs as "
+                f"{', '.join(self._facts.names)}"
+            )
+        self._facts = facts
         for path in (self._files.cert, self._files.ca):
             if path is not None and (warning := expiry_warning(path, now)) is not None:
                 logger.warning("%s", warning)
@@ -221,7 +248,8 @@ def _in_words(name: str) -> str:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
+    # What a timeout cut short is its cause, and says nothing.
+    while error.__cause__ is not None and not isinstance(error, TimeoutError):
         error = error.__cause__
     return error
 

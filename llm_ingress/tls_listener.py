@@ -36,11 +36,17 @@ class TlsListener:
         self._complaints = Complaints(COMPLAINT_EVERY_S, MAX_COMPLAINTS)
 
     async def open(self, host: str, port: int) -> None:
-        """Listen at every address of `host`. Raises: OSError, and listens nowhere then."""
+        """Listen at every address of `host`; `::` takes IPv4 too.
+
+        Raises: OSError, and listens nowhere then.
+        """
         found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
             for family, address in dict.fromkeys((family, address) for family, *_, address in found):
-                self._sockets.append(socket.create_server(address, family=family, backlog=BACKLOG))
+                takes_both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+                self._sockets.append(
+                    socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=takes_both)
+                )
         except OSError:
             self.close()
             raise
@@ -85,11 +91,15 @@ class TlsListener:
                 self._protocol, connection, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
             )
         except ssl.SSLError as error:
-            reason = explain_refusal(error)
-            if self._complaints.is_due(host, reason, self._loop.time()):
-                logger.warning("a connection from %s is turned away: %s", host, reason)
+            self._complain(host, explain_refusal(error))
+        except ConnectionAbortedError:
+            self._complain(host, f"no TLS handshake within {HANDSHAKE_S:g} s")
         except OSError:
-            pass  # it left, or said nothing, as what only probes the port does
+            pass  # it left, as what only probes the port does
+
+    def _complain(self, host: str, reason: str) -> None:
+        if self._complaints.is_due(host, reason, self._loop.time()):
+            logger.warning("a connection from %s is turned away: %s", host, reason)
 
 
 class Complaints:

@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 PROTOCOL_VERSION = 1
+# Of the answer that makes a connection a WebSocket: which process of an ingress this is, before a HELLO.
+INGRESS_ID_HEADER = "x-llm-ring-ingress"
 
 
 class LaneRef(NamedTuple):

@@ -10,7 +10,7 @@ from llm_ingress.errors import ProtocolFault, WorkerRefused
 from llm_ingress.lanes import Lane, LaneState, Outcome, OutcomeReason
 from llm_ingress.leases import WorkerLink, WorkerView
 from llm_ingress.placement import Placement
-from llm_ingress.wire import End, Fail, Head, Heartbeat, Hello, LaneRef, RefusedFor
+from llm_ingress.wire import End, Fail, FinishReason, Head, Heartbeat, Hello, LaneRef, RefusedFor
 
 # What a worker may have under way when its lane is paused, a whole answer in one piece included.
 OVERRUN_BYTES = 16 * 1024 * 1024
@@ -32,8 +32,8 @@ class WorkersSide:
     def attach(self, hello: Hello, link: WorkerLink, *, identity: str | None = None) -> int:
         """Take in a worker; the number returned is its name in every other call.
 
-        Of one `identity` one connection is attached. The same instance takes its own place at once; another
-        does if it says so, or once the first one's lease has ended.
+        Of one `identity` one connection is attached. The same instance takes its own place at once, another
+        only if it says so.
 
         Raises: WorkerRefused for a duplicate.
         """
@@ -139,7 +139,9 @@ class WorkersSide:
         if lane.state is not LaneState.STREAMING:
             raise ProtocolFault(f"the end of lane {lane.id} before its head")
         self._placement.note_answer(lane, end)
-        self._placement.close(lane, Outcome(state=LaneState.DONE, reason=OutcomeReason.FINISHED, end=end))
+        is_refused = end.finish_reason is FinishReason.REFUSED
+        reason = OutcomeReason.REFUSED if is_refused else OutcomeReason.FINISHED
+        self._placement.close(lane, Outcome(state=LaneState.DONE, reason=reason, end=end))
         lane.on_change()
 
     def fail(self, worker_id: int, ref: LaneRef, fail: Fail) -> None:
@@ -175,21 +177,17 @@ class WorkersSide:
         if earlier is None:
             return
         is_another = earlier.hello.instance_id != hello.instance_id
-        if is_another and earlier.is_live and not hello.takeover:
+        if is_another and not hello.takeover:
             raise WorkerRefused(RefusedFor.DUPLICATE, f"another instance of {identity} is attached")
         self._placement.dismiss(earlier, "a newer connection of the same worker takes its place")
 
     def _hear(self, worker_id: int) -> WorkerView | None:
-        """Renew a worker's lease; one that had lapsed is back, and its last offer stands."""
+        """Renew a worker's lease."""
         worker = self._leases.get(worker_id)
         if worker is None:
             self.n_dropped_frames += 1
             return None
-        worker.heard_at = now = self._clock()
-        if not worker.is_live:
-            worker.is_live = True
-            self._placement.watch_company(now)
-            self._placement.serve(worker)
+        worker.heard_at = self._clock()
         return worker
 
     def _hear_of(self, worker_id: int, ref: LaneRef) -> Lane | None:

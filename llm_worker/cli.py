@@ -21,12 +21,13 @@ from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_version_flag, engine_config, in_flags
 from llm_engine.engine import Engine
+from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
 from llm_ingress.certs import WORKER_SCHEME, CertificateFiles, read_facts
 from llm_ingress.draining import Drain
-from llm_ingress.endpoint import parse_endpoint
+from llm_ingress.endpoint import PORT_MAX, parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.tls import LiveContext, follow, worker_context
 from llm_worker.background import yield_to_decode
@@ -75,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine = stack.enter_context(_load(args))
             yield_to_decode()
             return asyncio.run(_run(options, engine, listener))
-    except (ConfigError, EngineError, WorkerConfigError) as error:
+    except (ConfigError, EngineConfigError, WorkerConfigError) as error:
+        print(f"llm-worker: {in_flags(error, args)}", file=sys.stderr)
+        return EXIT_FAULT
+    except EngineError as error:
         print(f"llm-worker: {error}", file=sys.stderr)
         return EXIT_FAULT
 
@@ -88,6 +92,7 @@ def parser_of_flags() -> argparse.ArgumentParser:
         prog="llm-worker",
         description="Serve a GGUF model to the clients of one or more ingresses, dialling out to each.",
     )
+    add_version_flag(parser)
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     _add_ring_flags(parser)
@@ -127,7 +132,8 @@ def _add_ring_flags(parser: argparse.ArgumentParser) -> None:
     ring.add_argument(
         "--takeover",
         action="store_true",
-        help="take the place of a living worker with the same certificate, instead of being refused",
+        help="take the place of a living worker with the same certificate, instead of being refused;"
+        " once at each ingress, so a second process that has it too does not come back",
     )
     ring.add_argument(
         "--heartbeat-interval",
@@ -161,7 +167,8 @@ def _add_operating_flags(parser: argparse.ArgumentParser) -> None:
     operating.add_argument(
         "--health-bind",
         metavar="HOST:PORT",
-        help="serve /health, /ready and /metrics there, in plain HTTP (default: nowhere)",
+        help="serve /health, /ready and /metrics there, in plain HTTP; [::] takes IPv4 too"
+        " (default: nowhere)",
     )
     operating.add_argument(
         "--drain-timeout",
@@ -183,7 +190,7 @@ def options_of(args: argparse.Namespace) -> Options:
     if not urls and args.discovery_dns is None:
         raise WorkerConfigError("give --ingress-url or --discovery-dns: there is no ingress to serve")
     files = CertificateFiles.in_folder(args.pki)
-    tls = LiveContext(worker_context, files, datetime.now(UTC))
+    tls = LiveContext(worker_context, files, datetime.now(UTC), keeps_names=True)
     return Options(
         worker=WorkerConfig(
             name=args.name or _certified_name(files),
@@ -210,6 +217,8 @@ def _url(text: str) -> str:
     if parts.scheme != "https" or "@" in parts.netloc or parts.path not in ("", "/") or parts.query:
         raise WorkerConfigError(f"ingress URL {text!r} must be https://HOST:PORT")
     endpoint = parse_endpoint(parts.netloc, default_port=CONTROL_PORT)
+    if endpoint.port == 0:
+        raise WorkerConfigError(f"ingress URL {text!r} has the port 0, must be 1 to {PORT_MAX}")
     return f"https://{endpoint}"
 
 

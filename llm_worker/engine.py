@@ -49,5 +49,5 @@ class TextEngine(Protocol):
     def watch(self, on_change: Callable[[], None], /) -> None:
         """Call `on_change` on the running event loop when capacity changes by itself.
 
-        What comes of `submit` and of a generation's end is known without.
+        That includes the end of what was cancelled. What comes of `submit`, and of events, is known without.
         """

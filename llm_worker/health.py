@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
-from socket import AF_INET, AF_INET6, create_server, socket
+from socket import AF_INET, AF_INET6, create_server, has_dualstack_ipv6, socket
 from typing import Any, TypeAlias
 
 import orjson
@@ -29,9 +29,13 @@ Handler: TypeAlias = Callable[[WorkerSnapshot], web.Response]
 
 def listen_for_health(endpoint: Endpoint) -> socket:
     """Open the socket. Raises: WorkerConfigError if the address cannot be had."""
-    family = AF_INET6 if ":" in endpoint.host else AF_INET
+    is_ipv6 = ":" in endpoint.host
     try:
-        return create_server((endpoint.host, endpoint.port), family=family)
+        return create_server(
+            (endpoint.host, endpoint.port),
+            family=AF_INET6 if is_ipv6 else AF_INET,
+            dualstack_ipv6=is_ipv6 and has_dualstack_ipv6(),
+        )
     except OSError as error:
         raise WorkerConfigError(f"cannot listen for health checks on {endpoint}: {error.strerror}") from error
 

@@ -13,18 +13,22 @@ import random
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Never, Protocol
 
 import aiohttp
 from aiohttp import ClientWSTimeout, WSCloseCode, WSMsgType
 
-from llm_ingress.errors import WireError
+from llm_ingress.errors import CertificateFault, WireError
 from llm_ingress.frames import MAX_LANE_BYTES, FrameReader
+from llm_ingress.labels import shown
 from llm_ingress.outbox import MAX_MESSAGE_BYTES, Outbox
 from llm_ingress.payloads import FROM_INGRESS
 from llm_ingress.tls import explain
 from llm_ingress.wire import (
+    INGRESS_ID_HEADER,
     Credit,
     End,
     Fail,
@@ -58,17 +62,16 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 class TlsSource(Protocol):
     """Where a dial takes its TLS context from; a renewed certificate is there the next time."""
 
-    @property
-    def current(self) -> ssl.SSLContext:
-        """The context to use now."""
+    def for_dial(self, now: datetime) -> ssl.SSLContext:
+        """Return the context to use now. Raises: CertificateFault if it is of no use any more."""
 
 
 class RemoteRing:
     """The ring of an ingress at `url`. Thread: event loop.
 
     The ingress must prove to be `server_hostname`, where that is not the host of the URL. All rings of a
-    worker share `attended`: an ingress that two of them reach (by two addresses, say) would drop each for the
-    other without end, so the one that was dropped stands by.
+    worker share `attended`: an ingress that two of them reach (by two addresses, say) would drop the one, and
+    its lanes, for the other. It says who it is before a HELLO, and the ring that came later stands by.
     """
 
     def __init__(
@@ -84,11 +87,12 @@ class RemoteRing:
         self._tls = tls
         self._server_hostname = server_hostname
         self._attended = {} if attended is None else attended  # by ingress id
-        self._ingress_id = ""  # of the last WELCOME
+        self._ingress_id = ""  # of what answered last
         self._backoff = Backoff(chance)
         self._listener: RingListener | None = None
         self._connection: _Connection | None = None  # while attached
         self._attached_at = 0.0
+        self._has_attached = False
         self._task: asyncio.Task[None] | None = None
         self._last_words: str | None = None  # the state last logged
 
@@ -173,13 +177,33 @@ class RemoteRing:
 
     async def _attend(self, hello: Hello) -> Never:
         """Dial, attach, and serve until the end. Raises: RingLost, however it ends."""
-        async with aiohttp.ClientSession() as session:
-            connection = _Connection(await self._dial(session), hello, self._hear)
+        # The one way to see the headers with which a connection becomes a WebSocket.
+        async with aiohttp.ClientSession(raise_for_status=self._meet) as session:
+            connection = _Connection(await self._dial(session), self._presented(hello), self._hear)
             try:
+                self._take_place(connection)
                 await connection.serve()
             finally:
                 self._detached()
                 await connection.close()
+
+    def _presented(self, hello: Hello) -> Hello:
+        """Take another's place once: two instances that both did so again would drop each other for ever."""
+        return replace(hello, takeover=False) if self._has_attached else hello
+
+    async def _meet(self, answer: aiohttp.ClientResponse) -> None:
+        """Note which process of an ingress answers."""
+        self._ingress_id = answer.headers.get(INGRESS_ID_HEADER, "")
+
+    def _take_place(self, connection: "_Connection") -> None:
+        """Raises: RingLost, having said nothing, if the place is taken."""
+        try:
+            self._stand_by()
+        except RingLost:
+            connection.leave("this worker serves this ingress by another connection")
+            raise
+        if self._ingress_id:
+            self._attended[self._ingress_id] = self
 
     async def _dial(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         """Raises: RingLost."""
@@ -187,13 +211,15 @@ class RemoteRing:
             async with asyncio.timeout(DIAL_S):
                 return await session.ws_connect(
                     self._url + RING_PATH,
-                    ssl=self._tls.current,
+                    ssl=self._tls.for_dial(datetime.now(UTC)),
                     server_hostname=self._server_hostname,
                     timeout=ClientWSTimeout(ws_close=CLOSE_S),
                     autoclose=False,
                     autoping=False,
                     max_msg_size=MAX_MESSAGE_BYTES,
                 )
+        except CertificateFault as fault:
+            raise RingLost(str(fault)) from fault
         except aiohttp.WSServerHandshakeError as error:
             raise RingLost(f"it is no ingress's listener for workers: HTTP status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -226,20 +252,19 @@ class RemoteRing:
 
     def _attached(self, connection: "_Connection", welcome: Welcome, listener: RingListener) -> None:
         connection.welcome(welcome.heartbeat_timeout_s)
-        self._ingress_id = welcome.ingress_id
-        self._attended[welcome.ingress_id] = self
         self._connection = connection
+        self._has_attached = True
         self._attached_at = asyncio.get_running_loop().time()
         self._last_words = None
         listener.on_attached(self)
 
     def _detached(self) -> None:
-        """Tell the worker what it has lost, if it was attached."""
+        """Give up the place, and tell the worker what it has lost, if it was attached."""
+        if self._attended.get(self._ingress_id) is self:
+            del self._attended[self._ingress_id]
         if self._connection is None:
             return
         self._connection = None
-        if self._attended.get(self._ingress_id) is self:
-            del self._attended[self._ingress_id]
         if asyncio.get_running_loop().time() - self._attached_at > STEADY_S:
             self._backoff.reset()
         if self._listener is not None:
@@ -249,7 +274,7 @@ class RemoteRing:
         """Log a change of state, once."""
         if self._listener is not None and state != self._last_words:
             self._last_words = state
-            logger.warning("%s: %s; it is dialled until it answers", self, state)
+            logger.warning("%s: %s; it is dialled until it answers", self, shown(state))
 
 
 class _Connection:
@@ -271,6 +296,7 @@ class _Connection:
         self._welcomed = asyncio.Event()
         self._ping_is_due = False
         self._is_leaving = False
+        self._last_words = ""
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[RingLost] = self._loop.create_future()
@@ -293,9 +319,10 @@ class _Connection:
         self._outbox.put_body(ref, data, progress)
         self._wake()
 
-    def leave(self) -> None:
+    def leave(self, why: str = "") -> None:
         """End once everything is sent."""
         self._is_leaving = True
+        self._last_words = why
         self._has_output.set()
 
     def _wake(self) -> None:
@@ -321,7 +348,7 @@ class _Connection:
         code = WSCloseCode.OK if self._is_leaving else WSCloseCode.GOING_AWAY
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with asyncio.timeout(CLOSE_S):
-                await self._ws.close(code=code)
+                await self._ws.close(code=code, message=self._last_words.encode())
 
     def _end(self, lost: RingLost) -> None:
         """The first reason counts."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from llm_engine.errors import EngineBusy, EngineClosed
 from llm_ingress.api.errors import deadline_passed
+from llm_ingress.labels import MAX_LABEL_CHARS, is_label
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
 from llm_worker.background import BackgroundThread
 from llm_worker.engine import TextEngine
@@ -48,8 +49,10 @@ class WorkerConfig:
     preparation_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise WorkerConfigError("name is empty, must be a word")
+        for name in (self.name, *self.aliases):
+            if not is_label(name):
+                must = f"1 to {MAX_LABEL_CHARS} printable characters"
+                raise WorkerConfigError(f"the name {name[:40]!r} is none, must be {must}")
         for name in ("heartbeat_interval_s", "preparation_timeout_s"):
             value = getattr(self, name)
             if not value > 0:

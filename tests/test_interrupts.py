@@ -10,6 +10,7 @@ import pytest
 
 from tests.certificates import issue
 
+ROOT = Path(__file__).parents[1]
 PATIENCE_S = 30.0
 POLL_S = 0.001
 SMALL = ("--model", "smollm2", "--ctx-size", "256")
@@ -35,6 +36,17 @@ async def until_it_loads(process: "subprocess.Popen[str]") -> None:
     while "/_socket." not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         await asyncio.sleep(POLL_S)
+
+
+@pytest.mark.parametrize("package", ["llm_engine", "llm_ingress", "llm_worker"])
+def test_nothing_is_loaded_before_ctrl_c_is_dealt_with(package: str) -> None:
+    source = (
+        f"import signal, sys; before = set(sys.modules); import {package}.__main__;"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    # Without site: what it loads, it loads before any of our code.
+    done = subprocess.run([sys.executable, "-S", "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [package, f"{package}.__main__"], done.stderr
 
 
 @pytest.mark.model

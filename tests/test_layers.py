@@ -21,7 +21,7 @@ SHARED = tuple(
     f"llm_ingress.{name}"
     for name in (
         *("api", "certs", "dialects", "draining", "endpoint", "errors"),
-        *("frames", "outbox", "payloads", "records", "tls", "wire"),
+        *("frames", "labels", "outbox", "payloads", "records", "tls", "wire"),
     )
 )
 MAY_IMPORT = {

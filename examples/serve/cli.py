@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from llm_engine.cli import add_engine_flags, add_max_tokens_flag, engine_config
+from llm_engine.cli import add_engine_flags, add_max_tokens_flag, add_version_flag, engine_config, in_flags
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
+from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
 from llm_ingress.cli import (
     add_public_flags,
@@ -58,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with closing(listen(settings.serving)) as listener, _load(settings.engine) as engine:
             yield_to_decode()
             return asyncio.run(_run(settings, listener, engine))
-    except (ConfigError, EngineError) as error:
+    except (ConfigError, EngineConfigError) as error:
+        print(f"llm-serve: {in_flags(error, args)}", file=sys.stderr)
+        return EXIT_FAULT
+    except EngineError as error:
         print(f"llm-serve: {error}", file=sys.stderr)
         return EXIT_FAULT
     except KeyboardInterrupt:
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llm-serve",
         description="Serve a GGUF model to many OpenAI clients, with a chat page at /, all in one process.",
     )
+    add_version_flag(parser)
     add_engine_flags(parser)
     add_max_tokens_flag(parser)
     add_public_flags(parser)

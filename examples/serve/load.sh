@@ -18,7 +18,8 @@ export LC_ALL=C  # a decimal point in EPOCHREALTIME and awk, whatever the user's
 
 N=${N:-8} MAX_TOKENS=${MAX_TOKENS:-64} ARRIVE=${ARRIVE:-0} URL=${URL:-http://127.0.0.1:8080} MODEL=${MODEL:-}
 PROMPT=${PROMPT:-Tell a story about a lighthouse keeper and a whale.}
-CURL=(curl --silent --show-error --no-buffer "$@")
+# On HTTP/2 the first byte, as curl counts, is that of the connection's settings.
+CURL=(curl --silent --show-error --no-buffer --http1.1 "$@")
 POLL_S=0.2
 
 die() { echo "load.sh: $*" >&2; exit 2; }

@@ -187,12 +187,12 @@ def unreadable_head(status: int) -> ApiError:
 # --- nobody's fault, or ours ----------------------------------------------------------------------------
 
 
-def overloaded(reason: str, retry_after_s: int, message: str) -> ApiError:
+def overloaded(reason: str, retry_after_s: int, why: str) -> ApiError:
     """There is no place for the request now. `reason` is of a closed set and goes into the envelope."""
     wait_s = min(max(retry_after_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
     return ApiError(
         503,
-        message,
+        f"{why[:1].upper()}{why[1:]}.",
         type=ErrorType.UNAVAILABLE,
         code="server_is_overloaded",
         headers=(("retry-after", str(wait_s)),),
@@ -200,9 +200,13 @@ def overloaded(reason: str, retry_after_s: int, message: str) -> ApiError:
     )
 
 
-def worker_unavailable(message: str) -> ApiError:
-    """The worker that answered was lost before the first byte, and no other could take over."""
-    return ApiError(502, message, type=ErrorType.SERVER, code="worker_unavailable")
+def worker_unavailable(message: str, *, is_hopeless: bool = False) -> ApiError:
+    """The worker that answered was lost before the first byte, and no other could take over.
+
+    A request that several workers were lost over may be what ends them: to send it again would end more.
+    """
+    headers = (_NO_RETRY,) if is_hopeless else ()
+    return ApiError(502, message, type=ErrorType.SERVER, code="worker_unavailable", headers=headers)
 
 
 def deadline_passed(message: str) -> ApiError:

@@ -1,84 +1,38 @@
-"""What the engine's flags become: options, and what llama.cpp is told."""
+"""`llm-engine` as its user meets it: where its answer goes, and what is wrong with its flags."""
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from llama_cpp import llama_cpp as c
 
-from llm_engine import llama
-from llm_engine.cli import add_engine_flags, engine_config
-from llm_engine.config import EngineConfig
-from llm_engine.errors import ConfigError
-from llm_engine.model import model_params
+from llm_engine.cli import main
+
+COMMAND = (sys.executable, "-m", "llm_engine", "--model", "smollm2", "--ctx-size", "256", "--prompt", "Hi")
+FULL = Path("/dev/full")
 
 
-def config_of(*flags: str) -> EngineConfig:
-    parser = argparse.ArgumentParser()
-    add_engine_flags(parser)
-    return engine_config(parser.parse_args(flags))
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The llama_model_params of every attempt to load a model; none of them succeeds."""
-    params: list[Any] = []
-    monkeypatch.setattr(c, "llama_model_load_from_file", lambda _path, given: params.append(given))
-    return params
-
-
-def test_without_flags_layers_stay_on_the_cpu_and_would_be_split_by_layer(told: list[Any]) -> None:
-    config = config_of()
-    assert config == EngineConfig()
-    llama.load_model("any.gguf", model_params(config))
-    assert (told[0].n_gpu_layers, told[0].split_mode, told[0].main_gpu) == (0, c.LLAMA_SPLIT_MODE_LAYER, 0)
+@pytest.mark.model
+@pytest.mark.skipif(not FULL.exists(), reason="needs a disk that is always full")
+def test_answer_that_cannot_be_written_is_one_line_and_status_1() -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run(COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("\nllm-engine: the answer cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("flags", "complaint"),
     [
-        ("none", c.LLAMA_SPLIT_MODE_NONE),
-        ("layer", c.LLAMA_SPLIT_MODE_LAYER),
-        ("row", c.LLAMA_SPLIT_MODE_ROW),
+        ("--max-inflight 0", "--max-inflight is 0, not a whole number in 1..256"),
+        ("--max-inflight 8 --batch-size 4", "--batch-size 4 is less than --max-inflight 8"),
+        ("--threads 0", "--threads is 0, not"),
+        ("--model=", "--model is empty, must be"),
+        ("--model no/ctx_size/in.gguf", "no/ctx_size/in.gguf: no such file"),
     ],
 )
-def test_gpu_flags_reach_llama_cpp(told: list[Any], name: str, mode: int) -> None:
-    config = config_of("--n-gpu-layers", "-1", "--split-mode", name, "--main-gpu", "3")
-    llama.load_model("any.gguf", model_params(config))
-    assert (told[0].n_gpu_layers, told[0].split_mode, told[0].main_gpu) == (-1, mode, 3)
-
-
-def test_memory_flags_reach_llama_cpp(told: list[Any]) -> None:
-    for flags in ((), ("--mlock",)):
-        llama.load_model("any.gguf", model_params(config_of(*flags)))
-    llama.load_model("any.gguf", llama.ModelParams(allocates=False))
-    assert [params.load_mode for params in told] == [
-        c.LLAMA_LOAD_MODE_MMAP,
-        c.LLAMA_LOAD_MODE_MLOCK,
-        c.LLAMA_LOAD_MODE_NONE,
-    ]
-    assert [params.no_alloc for params in told] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("option", "complaint"),
-    [
-        ({"split_mode": "column"}, "split_mode is 'column', not one of none"),
-        ({"main_gpu": -1}, "main_gpu is -1"),
-    ],
-)
-def test_a_gpu_option_out_of_its_range_names_the_field(option: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        EngineConfig(**option)
-
-
-@pytest.mark.parametrize("command", ["llm_engine", "llm_worker", "llm_serve"])
-def test_every_command_with_an_engine_has_the_gpu_flags(command: str) -> None:
-    shown = subprocess.run(
-        [Path(sys.executable), "-m", command, "--help"], check=True, capture_output=True, text=True
-    ).stdout
-    for flag in ("--n-gpu-layers N", "--split-mode {none,layer,row}", "--main-gpu N"):
-        assert flag in shown
+def test_an_option_that_is_wrong_is_called_as_its_flag(
+    capsys: pytest.CaptureFixture[str], flags: str, complaint: str
+) -> None:
+    assert main(["--prompt", "Hi", *flags.split()]) == 1
+    assert capsys.readouterr().err.startswith(f"llm-engine: {complaint}")

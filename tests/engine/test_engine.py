@@ -163,6 +163,18 @@ async def test_after_cancel_a_listener_hears_nothing_more() -> None:
         assert len(heard) == n_heard
 
 
+async def test_who_watches_hears_when_the_place_of_a_cancelled_generation_is_free() -> None:
+    first, free = asyncio.Event(), asyncio.Event()
+    with running(forever) as (engine, _):
+        handle = engine.submit(ask("go"), lambda _: first.set())
+        await first.wait()
+        engine.watch(lambda: None if engine.capacity().inflight else free.set())
+        handle.cancel()
+        async with asyncio.timeout(5):
+            await free.wait()
+        assert engine.capacity().decoding == 0
+
+
 def test_a_paused_generation_holds_its_slot_and_goes_on_after_resume() -> None:
     with running(forever, n_ctx=10_000, max_tokens=5000) as (engine, backend):
         held = engine.submit(ask("held"))
@@ -239,7 +251,7 @@ def test_a_template_refusal_and_a_model_without_template_are_the_callers_errors(
         with pytest.raises(TemplateRefused, match="not this"):
             engine.submit(ask("refuse"))
         engine._model.template = None
-        with pytest.raises(TemplateRefused, match="no chat template"):
+        with pytest.raises(TemplateRefused, match=r"fake\.gguf carries no chat template"):
             engine.submit(ask("hello"))
 
 

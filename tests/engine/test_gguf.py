@@ -62,6 +62,7 @@ def test_missing_part_of_a_split_model_is_named(tmp_path: Path) -> None:
         ("owner/nowhere.gguf", "no such file or directory"),
         ("/", "a folder, not a GGUF file"),
         (".", "a folder, not a GGUF file"),
+        ("/dev/zero", "a pipe or a device, not a GGUF file"),
         ("x" * 5000, "file name too long"),
         ("owner/name:file.gguf", "downloads are forbidden"),
     ],
@@ -70,6 +71,12 @@ def test_what_is_not_there_is_named_in_one_line(model: str, words: str) -> None:
     text = refusal(model)
     assert text.startswith(model)
     assert words in text
+
+
+def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "x.gguf"
+    os.mkfifo(pipe)
+    assert refusal(str(pipe)) == f"{pipe}: a pipe or a device, not a GGUF file"
 
 
 def test_url_of_another_kind_is_refused() -> None:

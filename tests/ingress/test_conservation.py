@@ -182,9 +182,9 @@ class Ring(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(which=pick)
     def freeze_one(self, which: int) -> None:
-        frozen = self.workers[which % len(self.workers)]
+        frozen = self.workers.pop(which % len(self.workers))
         self.stale.extend((frozen, ref) for ref in frozen.held)
-        self.ring.wait(6.0, *(worker for worker in self.workers if worker is not frozen))
+        self.ring.wait(6.0, *self.workers)
         assert not frozen.held
 
     # Laws.

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import WSMsgType
 
 from llm_ingress.certs import CertificateFiles
-from llm_ingress.control import ControlConfig, serve_control
+from llm_ingress.control import Control, ControlConfig, serve_control
 from llm_ingress.errors import CertificateFault, ConfigError
 from llm_ingress.frames import HEADER, pack
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneState
@@ -78,6 +78,7 @@ class Scene:
     """A worker about to misbehave with a lane in its hands, and another in the middle of an answer."""
 
     gateway: Gateway
+    control: Control
     bad: RawWorker
     lane: Lane
     good: RawWorker
@@ -112,7 +113,7 @@ async def scene(
         await until(lambda: gateway.snapshot().workers[1].credit == 1)
         lane = open_lane(gateway)
         await bad.granted()
-        yield Scene(gateway, bad, lane, good, good_lane)
+        yield Scene(gateway, control, bad, lane, good, good_lane)
 
 
 def misdeeds() -> dict[str, tuple[Callable[[RawWorker], Awaitable[object]], str]]:
@@ -189,20 +190,23 @@ async def test_a_closed_socket_gives_its_lanes_back_at_once(issued: Issued, gpu_
         await the.holds()
 
 
-async def test_a_silent_workers_lanes_go_back_and_its_late_return_is_welcome(
-    issued: Issued, gpu_2: CertificateFiles
+async def test_a_silent_worker_is_let_go_of_with_one_line_and_its_late_return_is_welcome(
+    issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = GatewayConfig(heartbeat_timeout_s=0.4, heartbeat_interval_s=0.1)
     async with scene(issued, gpu_2, config) as the:
         held = the.lane.ref
         alive = asyncio.create_task(_beat(the.good))
         await until(lambda: the.lane.state is LaneState.WAITING)
-        assert await the.bad.hear() == OfLane(held, LaneSignal.CANCEL)
-        await the.bad.say(OfLane(held, HEAD), Body(held, b"late", b""))
-        await until(lambda: the.gateway.snapshot().dropped_frames == 2)
-        await the.bad.say(Credit(1, 1))
-        again = await the.bad.granted()
-        assert again.ref == LaneRef(held.lane_id, held.claim + 1)
+        end = await the.bad.ended()
+        assert (end.type, end.extra) == (WSMsgType.CLOSE, "nothing heard from it for 0.4 s")
+        assert [record.getMessage() for record in caplog.records] == [
+            "worker gpu-1 at 127.0.0.1: nothing heard from it for 0.4 s"
+        ]
+        async with raw_worker(the.control, issued.worker) as back:
+            await back.present()
+            await back.say(Credit(1, 0))
+            assert (await back.granted()).ref == LaneRef(held.lane_id, held.claim + 1)
         alive.cancel()
         await the.holds()
 
@@ -345,6 +349,41 @@ async def test_only_the_rings_own_path_is_served(issued: Issued) -> None:
         session.get(f"https://localhost:{control.port}/health", ssl=tls) as response,
     ):
         assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    "data",
+    [bytes(range(256)) * 20, b"GET /ring HTTP/1.1\r\nx: " + b"a" * 200_000],
+    ids=["garbage", "long header"],
+)
+async def test_what_is_no_http_is_one_line(
+    issued: Issued, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    tls = worker_context(issued.worker, datetime.now(UTC))
+    async with controlled(Gateway(GatewayConfig()), issued) as control:
+        reader, writer = await asyncio.open_connection("localhost", control.port, ssl=tls)
+        writer.write(data)
+        assert (await reader.readline()).startswith(b"HTTP/1.0 400")
+        writer.close()
+        (record,) = caplog.records
+    assert record.getMessage().startswith("worker gpu-1 at 127.0.0.1: it does not speak HTTP: ")
+    assert len(record.getMessage().splitlines()) == 1
+    assert record.exc_info is None
+
+
+async def test_two_models_of_one_name_are_a_warning_that_says_who_has_it(
+    issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        controlled(Gateway(GatewayConfig()), issued) as control,
+        raw_worker(control, issued.worker) as first,
+        raw_worker(control, gpu_2) as second,
+    ):
+        for worker, name in ((first, "one"), (second, "two")):
+            card = replace(HELLO.model, name=name, aliases=("tiny", f"tiny-{name}"))
+            await worker.present(replace(HELLO, model=card))
+        (message,) = caplog.messages
+    assert message == "both two and one go by the name tiny: requests for it are for two"
 
 
 # What is sent, and in which order.

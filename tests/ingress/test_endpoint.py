@@ -26,7 +26,9 @@ def test_a_port_may_be_left_out_where_there_is_a_default(text: str) -> None:
         parse_endpoint(text)
 
 
-@pytest.mark.parametrize("text", ["", ":1", "host:", "host:x", "host:65536", "[::1]x", "[]:1", "::1"])
+@pytest.mark.parametrize(
+    "text", ["", ":1", "host:", "host:x", "host:65536", "[::1]x", "[]:1", "::1", "a b:1", "a\n:1", "[: :]:1"]
+)
 def test_anything_else_is_named(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_endpoint(text, default_port=8444)

@@ -1,7 +1,9 @@
 """Frames: the bytes are pinned, any split gives the same messages, garbage is a WireError and no more."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -207,6 +209,29 @@ def test_frames_of_other_lanes_may_come_between_those_of_a_long_message() -> Non
     assert unpack(data) == [Body(second, b"whole", b"2"), RingSignal.DRAINING, Body(first, b"abcdef", b"")]
 
 
+# What a worker may say of itself, and of an answer.
+
+HOP_BY_HOP = ("Content-Length", "transfer-encoding", "connection", "upgrade")
+
+
+def head_with(name: str) -> bytes:
+    return f'{{"status":200,"headers":[["{name}","5"]]}}'.encode()
+
+
+def odd_hellos() -> Iterator[tuple[Hello, str]]:
+    """What no worker is called, and how much none can do; each with what is said to it."""
+    for text in ("", "a\nFAKE line", "\x1b[31mred", "x" * 257):
+        said = re.escape(f"{text[:40]!r} is no name")
+        yield replace(HELLO, worker=text), said
+        yield replace(HELLO, instance_id=text), said
+        yield replace(HELLO, model=replace(HELLO.model, name=text)), said
+        yield replace(HELLO, model=replace(HELLO.model, aliases=("a", text))), said
+    yield replace(HELLO, model=replace(HELLO.model, aliases=("a",) * 101)), "101 aliases"
+    yield replace(HELLO, model=replace(HELLO.model, n_ctx=0)), "n_ctx is 0, must be at least 1"
+    for n in (0, 65_537):
+        yield replace(HELLO, max_inflight=n), f"max_inflight is {n}, must be 1 to 65536"
+
+
 # Any split gives the same messages.
 
 names = st.text(max_size=20)
@@ -331,7 +356,9 @@ def test_a_right_header_before_garbage_is_a_message_or_a_wire_error(kind: Kind, 
         (frame(Kind.HEAD, b'{"status":101,"headers":[]}'), "HEAD: status 101"),
         (frame(Kind.HEAD, b'{"status":200,"headers":[["a b","c"]]}'), "HEAD: not a header: 'a b'"),
         (frame(Kind.HEAD, b'{"status":200,"headers":[["a","b\\r\\nc: d"]]}'), "HEAD: not a header: 'a'"),
+        *((frame(Kind.HEAD, head_with(name)), f"HEAD: {name.lower()} is not") for name in HOP_BY_HOP),
         (frame(Kind.FAIL, b'{"message":"m"}'), "FAIL: .*retryable"),
+        *((pack(hello), f"HELLO: {reason}") for hello, reason in odd_hellos()),
         (frame(Kind.END, b'{"finish_reason":"tired"}'), "END: .*tired"),
         (ring_frame(Kind.HELLO, b"[" * 60_000), "HELLO: "),
         (frame(Kind.BODY, more=1), "an empty frame with more to follow"),

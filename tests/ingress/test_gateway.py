@@ -596,7 +596,17 @@ def test_an_expired_lease_returns_the_lane_to_the_head_with_its_progress() -> No
     other.offer(1)
     assert (other.last.lane_id, other.grants[0].progress) == (client.lane.id, b"1,")
     assert state(parked) is LaneState.WAITING
-    assert len(frozen.cancelled) == 1
+    assert frozen.closed_for == "nothing heard from it for 5 s"
+
+
+def test_workers_silent_together_are_not_given_each_others_lanes() -> None:
+    ring = ScriptedRing()
+    first, second = ring.worker(1), ring.worker()
+    client = ring.client()
+    second.offer(1)
+    ring.wait(6.0)
+    assert (first.closed_for, second.closed_for) == ("nothing heard from it for 5 s",) * 2
+    assert (client.lane.attempts, state(client)) == (1, LaneState.WAITING)
 
 
 def test_any_frame_renews_the_lease() -> None:
@@ -622,30 +632,22 @@ def test_a_starved_ingress_evicts_nobody_whose_frames_lie_unread() -> None:
     assert state(client) is LaneState.CLAIMED
 
 
-def test_a_worker_that_wakes_is_served_again_and_its_late_frames_are_dropped() -> None:
+def test_frames_that_come_after_their_lease_has_ended_bring_no_lane_into_a_connection_that_may_be_dead() -> (
+    None
+):
     ring = ScriptedRing()
-    worker = ring.worker(2)
+    cut = ring.worker(2)
     lost = ring.client()
-    old = worker.last
+    old = cut.last
     ring.wait(6.0)
     assert ring.gateway.models() == ()
-    assert state(lost) is LaneState.WAITING
-    ring.gateway.workers.head(worker.id, old, OK)
-    assert ring.gateway.models() == (card(),)
-    assert worker.last == LaneRef(lost.lane.id, 2)  # its last offer left room for one more
-    assert lost.lane.head is None
-    worker.offer(1)
-    ring.client()
-    assert len(worker.grants) == 3
-
-
-def test_a_worker_that_wakes_is_company_again_for_lanes_it_has_no_room_for_yet() -> None:
-    ring = ScriptedRing()
-    worker = ring.worker()
-    client = ring.client()
-    ring.wait(6.0)
-    ring.wait(20.0, worker)
-    assert state(client) is LaneState.WAITING
+    cut.beat()
+    cut.offer(2)
+    ring.gateway.workers.head(cut.id, old, OK)
+    assert ring.gateway.snapshot().dropped_frames == 3
+    assert (state(lost), lost.lane.head, lost.lane.attempts) == (LaneState.WAITING, None, 1)
+    back = ring.worker(1)
+    assert back.last == LaneRef(lost.lane.id, 2)
 
 
 # Slow readers.

@@ -1,12 +1,14 @@
-"""HTTP/1.1 heads that make no request, over a real hypercorn on loopback."""
+"""HTTP/1.1 heads that make no request, or one in an unusual form, over a real hypercorn on loopback."""
 
 import asyncio
 import json
 from typing import Any
 
+import h11
 import pytest
 
 from llm_ingress import serving as serving_module
+from llm_ingress.h1_head import plain
 from llm_ingress.serving import ServingConfig
 from tests.ingress.scripted import CHAT, ScriptedWorker, Server, chat, event, raw_post, serving
 
@@ -160,3 +162,36 @@ async def test_the_keep_alive_time_cuts_no_answer(monkeypatch: pytest.MonkeyPatc
         heard, _ = await curl.communicate()
         assert heard == event("a") + event("b")
         assert curl.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"/a?b", b"/a?b"),
+        (b"http://x/a?b", b"/a?b"),
+        (b"HTTPS://[::1]:8443/http://y/a", b"/http://y/a"),
+        (b"http://x", b"/"),
+        (b"http://x?b", b"/?b"),
+        (b"*", b"*"),
+    ],
+)
+def test_a_target_may_be_the_whole_url(target: bytes, path: bytes) -> None:
+    asked = h11.Request(method="GET", target=target, headers=[("Host", "x")])
+    assert plain(asked).target == path
+
+
+def test_an_upgrade_is_ignored() -> None:
+    upgrade = [("Host", "x"), ("Connection", "Upgrade"), ("Upgrade", "websocket")]
+    asked = h11.Request(method="GET", target="/a", headers=upgrade)
+    assert list(plain(asked).headers) == [(b"host", b"x"), (b"connection", b"Upgrade")]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"), [(b"GET http://x/health HTTP/1.1", b"200"), (b"OPTIONS * HTTP/1.1", b"204")]
+)
+async def test_a_request_in_an_unusual_form_is_answered(line: bytes, status: bytes) -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(line + b"\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).split()[1] == status
+        writer.close()

@@ -1,6 +1,9 @@
 """What lies where, with which modes, and what is never overwritten."""
 
+import errno
+import os
 import stat
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -54,6 +57,45 @@ def test_keys_are_for_their_owner_alone(pki: Path, tmp_path: Path) -> None:
         "workers": 0o700,
     }
     assert modes(tmp_path / "gpu-1") == {"gpu-1": 0o700, "key.pem": 0o600, "ca.pem": 0o644, "cert.pem": 0o644}
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From now on so many files more find room."""
+
+    def fill(n_left: int) -> None:
+        sync, room = os.fsync, iter(range(n_left))
+
+        def fsync(handle: int) -> None:
+            if next(room, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            sync(handle)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return fill
+
+
+@pytest.mark.parametrize(("n_left", "file"), list(enumerate(["ca-key.pem", "ca.pem", "key.pem", "cert.pem"])))
+def test_a_full_disk_leaves_nothing_of_what_was_begun_and_names_the_file(
+    tmp_path: Path, full_disk: Callable[[int], None], n_left: int, file: str
+) -> None:
+    full_disk(n_left)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/pki/{file}'"):
+        init(tmp_path / "pki", NAMES, YEAR)
+    assert contents(tmp_path) == {}
+
+
+def test_a_worker_whose_files_found_no_room_can_be_issued_again(
+    pki: Path, tmp_path: Path, full_disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(tmp_path)
+    full_disk(3)
+    with pytest.raises(OSError, match=r"workers/gpu-1\.pem"):
+        issue_worker(pki, "gpu-1", tmp_path / "gpu-1", YEAR)
+    assert contents(tmp_path) == before
+    monkeypatch.undo()
+    issue_worker(pki, "gpu-1", tmp_path / "gpu-1", YEAR)
 
 
 def test_a_workers_key_is_in_its_own_folder_alone(pki: Path, tmp_path: Path) -> None:

@@ -131,8 +131,9 @@ async def test_an_answer_in_one_piece_has_its_length(
 
 
 async def test_a_refusal_by_the_worker_keeps_its_status(
-    worker: ScriptedWorker, client: httpx.AsyncClient
+    server: Server, worker: ScriptedWorker, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="llm_ingress")
     answer = post(client, stream=True)
     grant = await worker.granted()
     worker.begin(grant, Head(status=400, headers=JSON_HEAD.headers))
@@ -141,6 +142,8 @@ async def test_a_refusal_by_the_worker_keeps_its_status(
     response = await answer
     assert (response.status_code, response.content) == (400, b'{"error":{}}')
     assert response.headers["content-length"] == "12"
+    assert await server.counts() == (1, 1, 0, 0)
+    assert "outcome=refused" in caplog.text
 
 
 async def test_one_connection_serves_several_requests(server: Server, worker: ScriptedWorker) -> None:
@@ -422,6 +425,8 @@ async def test_a_worker_lost_before_the_first_byte_is_a_502(
     response = await answer
     assert response.status_code == 502
     assert error_of(response)["code"] == "worker_unavailable"
+    # The clients would send it again by themselves, to as many workers more.
+    assert response.headers["x-should-retry"] == "false"
     assert await server.counts() == (1, 0, 0, 1)
 
 
@@ -843,7 +848,7 @@ async def test_health_tells_what_is_taken_of_the_budgets_and_who_went_back_to_wh
 
 async def test_over_a_budget_a_request_waits_unless_the_operator_says_otherwise() -> None:
     for at_cap in AtCap:
-        config = GatewayConfig(budgets=Budgets(decodes=1), at_cap=at_cap)
+        config = GatewayConfig(budgets=Budgets(max_in_flight_decodes=1), at_cap=at_cap)
         async with serving(Gateway(config)) as server, httpx.AsyncClient(base_url=server.url) as client:
             worker = ScriptedWorker(server.gateway)
             first = post(client)
@@ -920,7 +925,10 @@ async def test_a_websocket_is_refused(server: Server) -> None:
         f"GET {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
     )
-    assert (await reader.readline()).split()[1] == b"403"
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.split()[1] == b"405"
+    assert b"\r\nx-request-id: " in head
+    assert b"is not allowed" in await reader.readuntil(b"}}")
     writer.close()
 
 
@@ -995,17 +1003,23 @@ async def _texts(sdk: openai.AsyncOpenAI) -> list[str | None]:
 
 
 async def test_each_request_is_one_line_and_never_its_text(
-    worker: ScriptedWorker, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+    server: Server, worker: ScriptedWorker, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", logger="llm_ingress")
     answer = post(client, content="a secret question", stream=True)
     worker.answer(await worker.granted(), "a secret answer")
     await answer
     await post(client, content="a secret question", n=2)
-    finished, refused = [record.getMessage() for record in caplog.records if "llm_ingress" in record.name]
+    worker.offer(0)
+    server.gateway.drain()
+    await post(client, content="a secret question")
+    finished, refused, turned_away = [
+        record.getMessage() for record in caplog.records if "llm_ingress" in record.name
+    ]
     assert "lane 1: model=m n_prompt=3 n_cached=1 n_out=2" in finished
     assert "outcome=finished" in finished
     assert "refused: status=400 code=invalid_value param=n" in refused
+    assert "refused: status=503 code=server_is_overloaded param=None reason=draining" in turned_away
     assert "secret" not in caplog.text
 
 

@@ -101,6 +101,22 @@ async def test_past_the_limit_an_open_stream_ends_with_an_error_event() -> None:
         assert await server.counts() == (2, 0, 0, 2)
 
 
+async def test_a_request_whose_body_is_still_arriving_is_refused_at_once() -> None:
+    async with draining(drain_timeout_s=600) as (server, _, _):
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+        while server.public.is_idle:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0)
+        server.drain.ask()
+        head, _, body = (await reader.readuntil(b"}}")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nx-request-id: " in head
+        assert json.loads(body)["error"]["reason"] == "draining"
+        writer.close()
+        await ended(server)
+        assert await server.counts() == (0, 0, 0, 0)
+
+
 async def test_when_it_is_urgent_it_ends_at_once() -> None:
     async with draining(drain_timeout_s=600) as (server, worker, _):
         _, writer, _ = await begin(server, worker)
@@ -125,7 +141,7 @@ async def test_after_a_fault_every_open_stream_gets_its_error_at_once_and_health
         server.drain.fail()
         rest = await reader.readuntil(b"\r\n0\r\n\r\n")
         error = json.loads(rest.partition(b"data: ")[2].partition(b"\n\n")[0])["error"]
-        assert error["message"] == "the server has failed."
+        assert error["message"] == "The server has failed."
         assert (await client.get("/health")).json()["status"] == "failed"
         assert (await client.get("/ready")).status_code == 503
         for connection in (writer, slow):
@@ -138,7 +154,7 @@ async def test_a_fault_during_a_drain_ends_the_wait() -> None:
         reader, writer, _ = await begin(server, worker)
         server.drain.ask()
         server.drain.fail()
-        assert b"the server has failed." in await reader.read()
+        assert b"The server has failed." in await reader.read()
         writer.close()
         await ended(server)
 
@@ -150,6 +166,19 @@ async def test_idle_connections_do_not_hold_up_the_end() -> None:
         await ended(server)
         for _, writer in connections:
             writer.close()
+
+
+async def test_a_connection_cut_short_at_the_end_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    async with draining(drain_timeout_s=600) as (server, _, _):
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        # The second has a body where none belongs, which is waited for longer than the end takes.
+        writer.write(head + b"\r\n" + head + b"Content-Length: 9\r\n\r\n{")
+        await reader.readuntil(b"}")
+        server.drain.ask()
+        await ended(server)
+        writer.close()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 async def test_a_client_that_reads_nothing_does_not_hold_up_the_end() -> None:

@@ -314,6 +314,22 @@ def test_a_second_kind_of_damage_is_said_too_and_so_is_one_that_comes_back(
     assert len(caplog.records) == 3
 
 
+def test_a_process_that_runs_as_one_worker_does_not_become_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other = issue(tmp_path / "1"), issue(tmp_path / "2", worker="gpu-2")
+    live = LiveContext(worker_context, first.worker, TODAY, keeps_names=True)
+    before = live.current
+    replace(first.worker, other.worker)
+    caplog.set_level(logging.WARNING, logger="llm_ingress.tls")
+    live.poll(TODAY)
+    assert live.current is before
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the last good certificate stays in use: {first.worker.cert}: is llm-worker:gpu-2, "
+        "and this process runs as llm-worker:gpu-1"
+    ]
+
+
 def test_files_that_do_not_change_are_not_read_again(tmp_path: Path) -> None:
     live = LiveContext(control_context, issue(tmp_path).ingress, TODAY)
     before = live.current

@@ -42,10 +42,10 @@ class Echo(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def listening(issued: Issued) -> AsyncIterator[TlsListener]:
+async def listening(issued: Issued, host: str = HOST) -> AsyncIterator[TlsListener]:
     listener = TlsListener(Echo, control_context(issued.ingress, datetime.now(UTC)))
     with closing(listener):
-        await listener.open(HOST, 0)
+        await listener.open(host, 0)
         yield listener
 
 
@@ -89,6 +89,17 @@ async def test_a_worker_of_the_ca_is_let_in_without_a_word(
     async with listening(issued) as listener:
         assert await echoed(listener, worker_context(issued.worker, datetime.now(UTC))) == b"hi"
     assert not caplog.messages
+
+
+async def test_every_address_of_ipv6_is_every_address_of_ipv4_too(issued: Issued) -> None:
+    async with listening(issued, "::") as listener:
+        for host in (HOST, "::1"):
+            reader, writer = await asyncio.open_connection(
+                host, listener.port, ssl=client(issued, issued), server_hostname="localhost"
+            )
+            with closing(writer):
+                writer.write(b"hi")
+                assert await reader.read(2) == b"hi"
 
 
 def with_the_certificate_of_the_ingress(issued: Issued, _foreign: Issued) -> ssl.SSLContext:
@@ -152,8 +163,8 @@ async def test_what_only_probes_the_port_is_not_worth_a_line(
     assert not caplog.messages
 
 
-async def test_a_silent_handshake_holds_nobody_up_and_ends(
-    issued: Issued, monkeypatch: pytest.MonkeyPatch
+async def test_a_silent_handshake_holds_nobody_up_and_ends_with_a_line(
+    issued: Issued, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("llm_ingress.tls_listener.HANDSHAKE_S", 0.1)
     async with listening(issued) as listener:
@@ -163,6 +174,7 @@ async def test_a_silent_handshake_holds_nobody_up_and_ends(
             async with asyncio.timeout(10):
                 with suppress(ConnectionError):
                     assert await reader.read() == b""
+        assert f"a connection from {HOST} is turned away: no TLS handshake within 0.1 s" == await said(caplog)
 
 
 async def test_a_closed_listener_accepts_nobody_and_keeps_whom_it_has(issued: Issued) -> None:

@@ -49,12 +49,13 @@ def test_another_instance_is_refused_while_the_lease_of_the_first_lives() -> Non
     assert client.lane.state is LaneState.CLAIMED
 
 
-def test_another_instance_takes_the_place_of_one_whose_lease_has_ended() -> None:
+def test_another_instance_may_attach_once_the_lease_of_the_first_has_ended() -> None:
     ring = ScriptedRing()
     first = ring.worker(identity="gpu-1", instance="a")
     ring.wait(6.0)
+    assert why_closed(first) == "nothing heard from it for 5 s"
     ring.worker(identity="gpu-1", instance="b")
-    assert why_closed(first) is not None
+    assert [worker.instance_id for worker in ring.gateway.snapshot().workers] == ["b"]
 
 
 def test_another_instance_takes_over_if_it_says_so() -> None:
@@ -217,16 +218,6 @@ def test_a_starved_ingress_lets_go_of_nobody_whose_words_lie_unread() -> None:
     worker.say(b"one", b"1")
     ring.wait(19.0, worker)
     assert why_closed(worker) is None
-
-
-def test_a_worker_silent_for_many_leases_loses_its_connection() -> None:
-    ring = ScriptedRing(GatewayConfig(heartbeat_timeout_s=5.0))
-    worker = ring.worker()
-    ring.wait(50.0)
-    assert why_closed(worker) is None
-    ring.wait(0.5)
-    assert why_closed(worker) == "nothing heard from it for 50 s"
-    assert ring.gateway.snapshot().workers == ()
 
 
 @pytest.mark.parametrize("frame", ["credit", "heartbeat", "no lane", "empty", "working"])

@@ -41,7 +41,7 @@ async def test_a_cut_of_2_s_is_a_pause(line: Line, fleet: Fleet) -> None:
         await asyncio.sleep(SHORT_CUT_S)
         line.heal()
         answer = await chat.rest()
-        assert (answer.text, answer.usage) == (undisturbed.text, undisturbed.usage)
+        assert (answer.text, answer.usage.total_tokens) == (undisturbed.text, undisturbed.usage.total_tokens)
     assert len(far.lines("is attached to")) == 1
     assert not (ingress.lines("WARNING") + far.lines("WARNING"))
     health = await ingress.quiet()
@@ -66,7 +66,7 @@ async def test_a_longer_cut_is_a_death_and_the_worker_takes_the_place_of_its_old
         await ingress.until_attached(2)
         assert len(ingress.health()["workers"]) == 2
         answer = await chat.rest()
-        assert (answer.text, answer.usage) == (undisturbed.text, undisturbed.usage)
+        assert (answer.text, answer.usage.total_tokens) == (undisturbed.text, undisturbed.usage.total_tokens)
         await ingress.quiet()
 
         await near.kill()
@@ -75,7 +75,9 @@ async def test_a_longer_cut_is_a_death_and_the_worker_takes_the_place_of_its_old
     await ingress.quiet()
 
 
-async def test_frames_that_come_after_their_lease_has_ended_are_dropped(line: Line, fleet: Fleet) -> None:
+async def test_a_line_cut_one_way_is_a_death_too_and_the_worker_comes_back_when_it_heals(
+    line: Line, fleet: Fleet
+) -> None:
     ingress, far = await fleet_with_line(fleet, line, "--heartbeat-timeout", "2")
     async with sdk_of(ingress) as sdk:
         undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
@@ -86,15 +88,31 @@ async def test_frames_that_come_after_their_lease_has_ended_are_dropped(line: Li
         assert ingress.holders() == [far.name]
         line.cut_outward()
         near.thaw()
-        # What the ingress says arrives: the worker has no reason to give up the connection by itself.
+        # What the ingress says arrives, but no answer to it.
         await ingress.until(lambda health: health["workers"][0]["heard_ago_s"] > 1)
         await leaving.leave()
         await ingress.until(lambda _: ingress.holders() == [near.name])
         line.heal()
         assert (await chat.rest()).text == undisturbed.text
         await ingress.until_attached(2)
-    assert (await ingress.quiet())["dropped_frames"] > 0
-    assert len(far.lines("is attached to")) == 1
+    await ingress.quiet()
+    assert len(far.lines("is attached to")) == 2
+
+
+async def test_a_healed_cut_costs_the_one_attempt_that_was_lost(line: Line, fleet: Fleet) -> None:
+    patience = ("--heartbeat-timeout", "2", "--no-worker-timeout", "30", "--max-attempts", "2")
+    ingress, far = await fleet_with_line(fleet, line, *patience)
+    async with sdk_of(ingress) as sdk:
+        undisturbed = await ask(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        chat = await Chat.begin(sdk, STORY, max_tokens=N_TOKENS, **SAMPLED)
+        await chat.read(5)
+        line.cut()
+        # Its heartbeats, and the end of its connection behind them, lie in the line until it heals.
+        await far.until_says("it is dialled until it answers")
+        await ingress.until_says("nothing heard from it for 2 s")
+        line.heal()
+        assert (await chat.rest()).text == undisturbed.text
+    await ingress.quiet()
 
 
 async def near_worker(fleet: Fleet, ingress: Ingress) -> Worker:

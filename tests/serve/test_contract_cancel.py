@@ -16,8 +16,7 @@ from tests.serve.process import Health, LlmServe
 
 pytestmark = pytest.mark.model
 
-# From the client's end to a free slot, and until the next heartbeat tells of it.
-FREED_S = 1.0 + 1.0
+FREED_S = 1.0  # from the client's end to a health that tells of a free slot
 LONG_PROMPT = "The whale swam on. " * 400  # 2000 tokens: seconds of prefill
 LEAK_BYTES = 32 << 20
 

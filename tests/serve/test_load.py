@@ -1,5 +1,6 @@
 """What load.sh prints, counts and leaves behind."""
 
+import asyncio
 import os
 import re
 import signal
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from llm_ingress.serving import ServingConfig
+from tests.certificates import issue
+from tests.ingress.scripted import ScriptedWorker, serving
 from tests.serve.fake_api import Answer, Ending, FakeApi, Refusal
 
 LOAD = Path(__file__).parents[2] / "examples" / "serve" / "load.sh"
@@ -62,6 +66,22 @@ def test_figures_are_the_clocks_of_curl() -> None:
     ttfb, total = float(found[2]), float(found[3])
     assert total - ttfb > 250
     assert float(found[5]) == pytest.approx(2000 / (total - ttfb), abs=0.06)
+
+
+async def test_over_tls_the_first_byte_is_the_answers(tmp_path: Path) -> None:
+    ring = issue(tmp_path).ingress
+    config = ServingConfig(port=0, tls_cert=ring.cert, tls_key=ring.key, drain_timeout_s=0)
+    async with serving(config=config) as server:
+        worker = ScriptedWorker(server.gateway)
+        settings = {**os.environ, "URL": server.url, "N": "1"}
+        process = await asyncio.create_subprocess_exec(LOAD, "-k", env=settings, stdout=subprocess.PIPE)
+        grant = await worker.granted()
+        await asyncio.sleep(0.3)
+        worker.answer(grant, "a")
+        out, _ = await process.communicate()
+    number, ttfb, *_ = out.splitlines()[1].split()
+    assert number == b"1"
+    assert float(ttfb) > 300
 
 
 def test_every_request_asks_for_true_counts_and_shares_no_prefix() -> None:

@@ -135,7 +135,7 @@ async def test_when_its_engine_fails_every_client_is_told_and_it_ends_with_statu
             async with asyncio.timeout(AT_ONCE_S):
                 for stream in ran:
                     *_, last = (await stream.rest()).decode().rstrip().split("data: ")
-                    assert "the server has failed" in json.loads(last.split("\r\n")[0])["error"]["message"]
+                    assert "The server has failed" in json.loads(last.split("\r\n")[0])["error"]["message"]
                 status, headers = await waited.head()
                 assert (status, int(headers["retry-after"]) > 0) == (503, True)
                 assert await server.exit_status() == 1

@@ -280,6 +280,21 @@ def test_stream_that_fails_keeps_its_text_and_says_why(
     page.until(lambda: page.answers == ["A whole answer"])
 
 
+def test_answer_that_cannot_be_laid_out_is_shown_as_written_and_the_page_goes_on(
+    page: ChatPage, api: FakeApi
+) -> None:
+    api.then(Answer(pieces=("**one", "\ntwo**")))
+    page.script(
+        "const real = blocksOf; blocksOf = () => { blocksOf = real; throw new RangeError('too deep') }"
+    )
+    page.ask("Hello")
+    assert page.answers == ["**one\ntwo**"]
+    assert page.texts(".failure strong") == ["The page could not lay out this answer."]
+    page.open()
+    assert page.answers == ["one\ntwo"]
+    assert not page.is_answering
+
+
 def test_unreachable_server_is_said(open_page: OpenPage) -> None:
     with FakeApi(Answer(pieces=("Hello",))) as api:
         page = open_page(api.url)
@@ -418,9 +433,11 @@ def test_enter_that_ends_a_composed_character_does_not_send(page: ChatPage, api:
     assert page.questions == []
 
 
-@pytest.mark.parametrize("width", [360, 390])
+@pytest.mark.parametrize("width", [320, 360, 390])
 def test_phone_has_nothing_to_scroll_sideways(page: ChatPage, api: FakeApi, width: int) -> None:
     page.resize(width, 780)
+    page.open()
+    assert page.script("return document.body.scrollWidth") == width
     wide = "word" * 60
     api.then(Answer(pieces=(f"{wide}\n\n```\n{wide}\n```\n\n| a | b |\n|---|---|\n| {wide} | `{wide}` |\n",)))
     page.ask(wide)

@@ -168,8 +168,20 @@ def test_mark_without_an_end_is_looked_for_once(page: ChatPage) -> None:
         "`a``b" * 8_000,
         "> " * 20_000,
         "- " * 20_000,
+        "a\n" * 200_000,
+        "- a\n" + "  b\n" * 200_000,
     ],
-    ids=["brackets", "stars", "double stars", "backticks", "code", "quotes", "items"],
+    ids=[
+        "brackets",
+        "stars",
+        "double stars",
+        "backticks",
+        "code",
+        "quotes",
+        "items",
+        "lines",
+        "item's lines",
+    ],
 )
 def test_page_survives_text_made_to_be_slow(page: ChatPage, text: str) -> None:
     """A call inside a call for each mark would run out of stack here."""

@@ -43,11 +43,16 @@ class Watched:
 
 
 @asynccontextmanager
-async def served(worker: Watched) -> AsyncIterator[httpx.AsyncClient]:
-    listener = listen_for_health(Endpoint("127.0.0.1", 0))
+async def served(worker: Watched, host: str = "127.0.0.1") -> AsyncIterator[httpx.AsyncClient]:
+    listener = listen_for_health(Endpoint(host, 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with serve_health(listener, worker.look), httpx.AsyncClient(base_url=url) as client:
         yield client
+
+
+async def test_every_address_of_ipv6_is_every_address_of_ipv4_too() -> None:
+    async with served(Watched(), "::") as client:
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_health_tells_capacity_model_and_every_ring() -> None:

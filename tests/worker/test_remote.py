@@ -1,12 +1,13 @@
 """The ring over mutual TLS: held to the contract of every ring, and to what only a network can do to it."""
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from llm_ingress.tls import LiveContext, control_context, worker_context
 from llm_ingress.wire import Hello, LaneRef, LaneSignal, Message, OfLane, Welcome
 from llm_worker.remote import RemoteRing, TlsSource
 from llm_worker.ring import Ring
-from tests.certificates import Issued, issue
+from tests.certificates import TODAY, Issued, issue
 from tests.ring_network import controlled, open_lane, raw_worker
 from tests.worker.ring_contract import END, HEAD, HEARTBEAT, HELLO, NotingListener, RingContract, until
 
@@ -152,17 +153,46 @@ async def test_an_ingress_reached_twice_is_served_once_and_the_other_way_stands_
             ring.attach(HELLO, worker)
         await until(lambda: "it is the ingress that this worker serves as" in caplog.text)
         (serving,) = attended.values()
-        n_attached = n_heard(worker, "attached")
         for _ in range(20):  # of its turns to dial
             await asyncio.sleep(0.01)
-        assert n_heard(worker, "attached") == n_attached
+        assert (n_heard(worker, "attached"), n_heard(worker, "detached")) == (1, 0)
         # The way that was used is gone: the other takes over.
         serving.detach()
-        await until(lambda: n_heard(worker, "attached") == n_attached + 1)
+        await until(lambda: n_heard(worker, "attached") == 2)
         for ring in rings:
             ring.detach()
             await ring.closed()
     assert attended == {}
+
+
+async def test_another_address_of_the_ingress_found_later_costs_the_lanes_it_serves_nothing(
+    issued: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = Gateway(GatewayConfig(max_attempts=1))
+    attended: dict[str, RemoteRing] = {}
+    async with controlled(gateway, issued) as control:
+        rings = [
+            RemoteRing(f"https://{host}:{control.port}", tls_of(issued.worker), attended=attended)
+            for host in ("127.0.0.1", "localhost")
+        ]
+        worker = NotingListener()
+        rings[0].attach(HELLO, worker)
+        await until(lambda: n_heard(worker, "attached") == 1)
+        rings[0].credit(1)
+        await until(lambda: gateway.snapshot().workers[0].credit == 1)
+        lane = open_lane(gateway)
+        await until(lambda: len(worker.grants) == 1)
+        rings[1].attach(HELLO, worker)
+        stands_by = f"{rings[1]}: it is the ingress that this worker serves as {rings[0]}"
+        await until(lambda: stands_by in caplog.text)
+        assert "it has left: this worker serves this ingress by another connection" in caplog.text
+        rings[0].head(lane.ref, HEAD)
+        rings[0].end(lane.ref, END)
+        await until(lambda: lane.state is LaneState.DONE)
+        for ring in rings:
+            ring.detach()
+            await ring.closed()
 
 
 async def test_what_was_said_before_leaving_arrives(issued: Issued) -> None:
@@ -227,9 +257,12 @@ class _Stranger:
     """Trusts an ingress whose CA knows nothing of its own certificate."""
 
     def __init__(self, own: Issued, trusted: Issued) -> None:
-        self.current = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self.current.load_cert_chain(own.worker.cert, own.worker.key)
-        self.current.load_verify_locations(trusted.worker.ca)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._context.load_cert_chain(own.worker.cert, own.worker.key)
+        self._context.load_verify_locations(trusted.worker.ca)
+
+    def for_dial(self, _now: datetime) -> ssl.SSLContext:
+        return self._context
 
 
 async def test_a_wrong_ca_a_wrong_name_and_a_foreign_worker_are_told_apart(
@@ -245,6 +278,24 @@ async def test_a_wrong_ca_a_wrong_name_and_a_foreign_worker_are_told_apart(
         caplog.clear()
         async with dialled(control.port, issued.worker, tls=_Stranger(foreign, issued)):
             assert "does not accept this worker's certificate" in await said(caplog)
+
+
+async def test_an_own_certificate_that_expires_while_the_worker_runs_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = issue(tmp_path, now=TODAY - timedelta(days=90)).worker
+    tls = LiveContext(worker_context, files, TODAY - timedelta(days=60))
+    async with dialled(1, files, tls=tls):
+        assert f"{files.cert}: expired on " in await said(caplog)
+
+
+async def test_a_machine_that_accepts_and_says_nothing_gives_no_answer_in_time(
+    issued: Issued, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_worker.remote.DIAL_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with dialled(mute.getsockname()[1], issued.worker, host="127.0.0.1"):
+            assert "unreachable: no answer in time" in await said(caplog)
 
 
 async def test_the_address_is_dialled_and_the_name_verified(tmp_path: Path) -> None:
@@ -276,6 +327,22 @@ async def test_a_refusal_is_one_line_that_says_for_what_and_is_retried_slowly(
             await asyncio.sleep(0.3)
             assert worker.heard == []
     assert len(warnings_of(caplog)) == 1
+
+
+async def test_of_two_instances_that_take_over_the_later_one_stays(
+    issued: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway(GatewayConfig())
+    one, other = (replace(HELLO, instance_id=name, takeover=True) for name in "ab")
+    async with (
+        controlled(gateway, issued) as control,
+        dialled(control.port, issued.worker, one) as (_, first),
+    ):
+        await until(lambda: n_heard(first, "attached") == 1)
+        async with dialled(control.port, issued.worker, other) as (_, second):
+            await until(lambda: "it refuses this worker for duplicate" in caplog.text)
+            assert (n_heard(first, "attached"), n_heard(second, "attached")) == (1, 1)
+            assert [worker.instance_id for worker in gateway.snapshot().workers] == ["b"]
 
 
 async def test_a_refused_duplicate_attaches_once_the_first_is_gone(issued: Issued) -> None:
@@ -354,9 +421,11 @@ async def test_the_silence_of_an_idle_ingress_counts_from_its_welcome(
 ) -> None:
     monkeypatch.setattr("llm_worker.remote.DIAL_S", 1.0)  # whose rhythm is slower than the timeout below
     gateway = Gateway(GatewayConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.2))
-    async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (_, worker):
+    async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (ring, worker):
         await until(lambda: n_heard(worker, "attached") == 1)
-        await asyncio.sleep(1.0)  # time itself is the subject
+        for _ in range(20):
+            ring.heartbeat(HEARTBEAT)
+            await asyncio.sleep(0.05)  # time itself is the subject
         assert n_heard(worker, "detached") == 0
 
 
