@@ -96,7 +96,7 @@ class _Worker:
 def _gateway(sessions: Sequence[LaneRequest]) -> Gateway:
     """A gateway whose workers have answered a turn of each of these."""
     n_sessions = len(sessions)
-    budgets = Budgets(sessions=n_sessions + 1, sessions_per_worker=n_sessions + 1)
+    budgets = Budgets(max_sessions=n_sessions + 1, max_sessions_per_worker=n_sessions + 1)
     gateway = Gateway(GatewayConfig(budgets=budgets), clock=lambda: 0.0)
     workers = [_Worker(gateway, number) for number in range(N_WORKERS)]
     for worker in workers:

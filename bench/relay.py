@@ -94,7 +94,7 @@ def _server(parent: Connection) -> None:
 
 
 async def _serve(parent: Connection) -> None:
-    budgets = Budgets(decodes=MAX_STREAMS)
+    budgets = Budgets(max_in_flight_decodes=MAX_STREAMS)
     gateway = Gateway(GatewayConfig(ring_streams=MAX_STREAMS, heartbeat_timeout_s=3600, budgets=budgets))
     config = ServingConfig(port=0)
     listener = listen(config)

@@ -13,7 +13,7 @@ from llm_ingress.limits import AtCap, Budgets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """The bounds of the ring. Every duration in seconds."""
+    """The bounds of the ring. Every duration in seconds, unless its name says otherwise."""
 
     ring_streams: int = 64
     queue_timeout_s: float = 60.0
@@ -26,7 +26,7 @@ class GatewayConfig:
     claim_timeout_s: float = 60.0  # between two words of a worker about a lane it holds
     max_attempts: int = 3
     no_worker_timeout_s: float = 10.0
-    affinity_wait_s: float = 2.0  # at most, for the worker that holds a conversation
+    affinity_wait_ms: float = 2000.0  # at most, for the worker that holds a conversation
     budgets: Budgets = field(default_factory=Budgets)
     at_cap: AtCap | None = None  # whatever path a request came by
 
@@ -46,8 +46,8 @@ class GatewayConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}, must be more than 0")
-        if not self.affinity_wait_s >= 0:
-            raise ConfigError(f"affinity_wait_s is {self.affinity_wait_s}, must not be negative")
+        if not self.affinity_wait_ms >= 0:
+            raise ConfigError(f"affinity_wait_ms is {self.affinity_wait_ms}, must not be negative")
         for name in ("heartbeat_timeout_s", "claim_timeout_s"):
             value = getattr(self, name)
             if not value > self.heartbeat_interval_s:

@@ -284,19 +284,23 @@ def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--affinity-wait-ms",
         type=float,
-        default=1000 * GatewayConfig().affinity_wait_s,
+        default=GatewayConfig().affinity_wait_ms,
         metavar="MS",
         help="a request waits at most this long for the worker that holds its conversation, and no longer"
         " than computing that anew would take (default: %(default)g)",
     )
-    _add_budget(group, "--max-sessions", budgets.sessions, "sessions: conversations with a conversation_id")
-    _add_budget(group, "--max-sessions-per-worker", budgets.sessions_per_worker, "sessions of one worker")
-    _add_budget(group, "--max-kv-mib", budgets.kv_mib, "KV of running requests in all, MiB")
-    _add_budget(group, "--max-kv-mib-per-worker", budgets.kv_mib_per_worker, "KV of those of one worker, MiB")
+    _add_budget(
+        group, "--max-sessions", budgets.max_sessions, "sessions: conversations with a conversation_id"
+    )
+    _add_budget(group, "--max-sessions-per-worker", budgets.max_sessions_per_worker, "sessions of one worker")
+    _add_budget(group, "--max-kv-mib", budgets.max_kv_mib, "KV of running requests in all, MiB")
+    _add_budget(
+        group, "--max-kv-mib-per-worker", budgets.max_kv_mib_per_worker, "KV of those of one worker, MiB"
+    )
     _add_budget(
         group,
         "--max-in-flight-decodes",
-        os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.decodes,
+        os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.max_in_flight_decodes,
         "requests with workers at once; environment: MAX_IN_FLIGHT_DECODES",
     )
     group.add_argument(
@@ -402,7 +406,7 @@ def public_config(args: argparse.Namespace) -> PublicConfig:
 
 
 def gateway_config(args: argparse.Namespace) -> GatewayConfig:
-    """Bounds of lanes. Raises: ConfigError."""
+    """Bounds of lanes; `--session-ttl` is among them. Raises: ConfigError."""
     return GatewayConfig(
         ring_streams=args.ring_streams,
         queue_timeout_s=args.queue_timeout,
@@ -411,14 +415,15 @@ def gateway_config(args: argparse.Namespace) -> GatewayConfig:
         stall_timeout_s=args.stall_timeout,
         no_worker_timeout_s=args.no_worker_timeout,
         max_attempts=args.max_attempts,
-        affinity_wait_s=args.affinity_wait_ms / 1000,
+        affinity_wait_ms=args.affinity_wait_ms,
         budgets=Budgets(
-            sessions=args.max_sessions,
-            sessions_per_worker=args.max_sessions_per_worker,
-            kv_mib=args.max_kv_mib,
-            kv_mib_per_worker=args.max_kv_mib_per_worker,
-            decodes=args.max_in_flight_decodes,
-            decodes_per_worker=args.max_in_flight_decodes_per_worker,
+            max_sessions=args.max_sessions,
+            max_sessions_per_worker=args.max_sessions_per_worker,
+            max_kv_mib=args.max_kv_mib,
+            max_kv_mib_per_worker=args.max_kv_mib_per_worker,
+            max_in_flight_decodes=args.max_in_flight_decodes,
+            max_in_flight_decodes_per_worker=args.max_in_flight_decodes_per_worker,
+            session_ttl_s=args.session_ttl or math.inf,
         ),
         at_cap=args.at_cap,
     )

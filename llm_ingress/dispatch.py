@@ -86,7 +86,7 @@ def load_of(worker: WorkerView, budgets: Budgets) -> float:
     beat = worker.heartbeat
     if beat is None:
         return 0.0
-    sessions = beat.sessions / budgets.sessions_per_worker
+    sessions = beat.sessions / budgets.max_sessions_per_worker
     return SESSIONS_WEIGHT * sessions + KV_WEIGHT * beat.kv_bytes / budgets.kv_bytes_per_worker
 
 

@@ -30,36 +30,42 @@ class AtCap(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What may be taken at once. `decodes_per_worker` None is as many as the worker has slots."""
+    """What may be taken at once; of decodes per worker, None is as many as it has slots."""
 
-    sessions: int = 1000
-    sessions_per_worker: int = 100
+    max_sessions: int = 1000
+    max_sessions_per_worker: int = 100
     session_ttl_s: float = 300.0
-    kv_mib: int = 16384
-    kv_mib_per_worker: int = 8192
-    decodes: int = 32
-    decodes_per_worker: int | None = None
+    max_kv_mib: int = 16384
+    max_kv_mib_per_worker: int = 8192
+    max_in_flight_decodes: int = 32
+    max_in_flight_decodes_per_worker: int | None = None
 
     @property
     def kv_bytes(self) -> int:
-        return self.kv_mib * MIB
+        return self.max_kv_mib * MIB
 
     @property
     def kv_bytes_per_worker(self) -> int:
-        return self.kv_mib_per_worker * MIB
+        return self.max_kv_mib_per_worker * MIB
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "sessions_per_worker", "kv_mib", "kv_mib_per_worker", "decodes"):
+        for name in (
+            "max_sessions",
+            "max_sessions_per_worker",
+            "max_kv_mib",
+            "max_kv_mib_per_worker",
+            "max_in_flight_decodes",
+        ):
             _check_at_least_1(name, getattr(self, name))
-        if self.decodes_per_worker is not None:
-            _check_at_least_1("decodes_per_worker", self.decodes_per_worker)
+        if self.max_in_flight_decodes_per_worker is not None:
+            _check_at_least_1("max_in_flight_decodes_per_worker", self.max_in_flight_decodes_per_worker)
         if not self.session_ttl_s > 0:
             raise ConfigError(f"session_ttl_s is {self.session_ttl_s}, must be more than 0")
 
 
 def _check_at_least_1(name: str, value: int) -> None:
     if not value >= 1:
-        raise ConfigError(f"the budget {name} is {value}, must be at least 1")
+        raise ConfigError(f"{name} is {value}, must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +190,11 @@ class Limits:
         budgets = self.budgets
         if not worker.is_able:
             return _Standing.UNABLE
-        if len(worker.held) >= (budgets.decodes_per_worker or worker.n_slots):
+        if len(worker.held) >= (budgets.max_in_flight_decodes_per_worker or worker.n_slots):
             return _Standing.DECODES_SPENT
         if kv_bytes >= budgets.kv_bytes_per_worker:
             return _Standing.KV_SPENT
-        if self.sessions.of_worker(worker.name) >= budgets.sessions_per_worker:
+        if self.sessions.of_worker(worker.name) >= budgets.max_sessions_per_worker:
             return _Standing.SESSIONS_SPENT
         return _Standing.ROOM
 
@@ -198,7 +204,7 @@ class Limits:
     def is_spent(self) -> bool:
         """Whether nobody may be given a lane, whoever has room."""
         budgets = self.budgets
-        return self._n_decodes >= budgets.decodes or self._kv_bytes >= budgets.kv_bytes
+        return self._n_decodes >= budgets.max_in_flight_decodes or self._kv_bytes >= budgets.kv_bytes
 
     def has_room(self, worker: WorkerView) -> bool:
         """Whether a worker may be given a lane that is no new session."""
@@ -211,7 +217,7 @@ class Limits:
         if session is None or session in self.sessions:
             return True
         return (
-            len(self.sessions) < self.budgets.sessions
+            len(self.sessions) < self.budgets.max_sessions
             and self._accounts[worker.id].standing is _Standing.ROOM
         )
 
@@ -222,9 +228,9 @@ class Limits:
         """
         is_new = session is not None and session not in self.sessions
         standings = self._standings.get(model, Counter())
-        if self._n_decodes >= self.budgets.decodes:
+        if self._n_decodes >= self.budgets.max_in_flight_decodes:
             return RefusalReason.SYSTEM_IN_FLIGHT_DECODE_FULL
-        if is_new and len(self.sessions) >= self.budgets.sessions:
+        if is_new and len(self.sessions) >= self.budgets.max_sessions:
             return RefusalReason.SYSTEM_SESSIONS_FULL
         if self._kv_bytes >= self.budgets.kv_bytes:
             return RefusalReason.SYSTEM_KV_CACHE_FULL
@@ -237,11 +243,11 @@ class Limits:
         """What to tell of it."""
         return BudgetFacts(
             sessions=len(self.sessions),
-            max_sessions=self.budgets.sessions,
+            max_sessions=self.budgets.max_sessions,
             kv_promised_bytes=self._kv_bytes,
             max_kv_bytes=self.budgets.kv_bytes,
             in_flight_decodes=self._n_decodes,
-            max_in_flight_decodes=self.budgets.decodes,
+            max_in_flight_decodes=self.budgets.max_in_flight_decodes,
         )
 
 

@@ -97,7 +97,7 @@ class Placement:
         if holder is None or worker is None or not worker.is_able or worker.card.name != model:
             return None
         rate = worker.heartbeat.prompt_tokens_per_second if worker.heartbeat else 0.0
-        return Preference(worker.id, patience_s(holder.n_tokens, rate, self.config.affinity_wait_s))
+        return Preference(worker.id, patience_s(holder.n_tokens, rate, self.config.affinity_wait_ms / 1000))
 
     def note_answer(self, lane: Lane, end: End) -> None:
         """Remember that its worker has the conversation as far as this lane, which it has answered."""

@@ -71,8 +71,8 @@ def complaint_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--body-timeout 0", "--body-timeout is 0.0, must"),
         ("--tls-cert x.pem", "--tls-cert and --tls-key go together"),
         ("--ring-streams 0", "--ring-streams is 0, must be at least 1"),
-        ("--max-in-flight-decodes 0", "the budget decodes is 0, must be at least 1"),
-        ("--affinity-wait-ms -1", "affinity_wait_s is -0.001, must not be negative"),
+        ("--max-in-flight-decodes 0", "--max-in-flight-decodes is 0, must be at least 1"),
+        ("--affinity-wait-ms -1", "--affinity-wait-ms is -1.0, must not be negative"),
     ],
 )
 def test_a_flag_that_is_wrong_is_one_line(

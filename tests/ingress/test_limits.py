@@ -83,7 +83,7 @@ def test_with_every_slot_taken_it_is_the_workers_that_are_busy(is_known: bool) -
 
 
 def test_a_worker_may_be_given_fewer_than_it_has_slots() -> None:
-    world = World(replace(ROOMY, decodes_per_worker=2))
+    world = World(replace(ROOMY, max_in_flight_decodes_per_worker=2))
     worker = world.worker(held=2)
     assert world.spent() is RefusalReason.ALL_WORKERS_DECODE_BUSY
     assert not world.limits.has_room(worker)
@@ -92,7 +92,7 @@ def test_a_worker_may_be_given_fewer_than_it_has_slots() -> None:
 
 
 def test_decodes_in_all_end_before_the_slots_do() -> None:
-    world = World(replace(ROOMY, decodes=3))
+    world = World(replace(ROOMY, max_in_flight_decodes=3))
     first, second = world.worker(held=2), world.worker(held=1)
     assert world.spent() is RefusalReason.SYSTEM_IN_FLIGHT_DECODE_FULL
     assert not any(world.limits.has_room(worker) for worker in (first, second))
@@ -102,7 +102,7 @@ def test_decodes_in_all_end_before_the_slots_do() -> None:
 
 
 def test_kv_of_one_worker_and_in_all() -> None:
-    world = World(replace(ROOMY, kv_mib=30, kv_mib_per_worker=20))
+    world = World(replace(ROOMY, max_kv_mib=30, max_kv_mib_per_worker=20))
     full, roomy = world.worker(kv_mib=20), world.worker(kv_mib=9)
     assert (world.limits.has_room(full), world.limits.has_room(roomy)) == (False, True)
     assert world.spent() is None
@@ -114,7 +114,7 @@ def test_kv_of_one_worker_and_in_all() -> None:
 
 
 def test_a_silent_worker_takes_nothing_and_one_that_is_unable_counts_for_nobody() -> None:
-    world = World(replace(ROOMY, kv_mib=10))
+    world = World(replace(ROOMY, max_kv_mib=10))
     worker = world.worker(kv_mib=10)
     assert world.spent() is RefusalReason.SYSTEM_KV_CACHE_FULL
     worker.is_live = False
@@ -125,7 +125,7 @@ def test_a_silent_worker_takes_nothing_and_one_that_is_unable_counts_for_nobody(
 
 
 def test_sessions_are_counted_of_one_worker_and_in_all_and_old_ones_stay_welcome() -> None:
-    world = World(replace(ROOMY, sessions=3, sessions_per_worker=2))
+    world = World(replace(ROOMY, max_sessions=3, max_sessions_per_worker=2))
     first, second = world.worker(), world.worker()
     world.use(b"a", first)
     world.use(b"b", first)
@@ -142,14 +142,14 @@ def test_sessions_are_counted_of_one_worker_and_in_all_and_old_ones_stay_welcome
 
 
 def test_with_the_sessions_of_every_worker_spent_there_is_room_for_what_is_none() -> None:
-    world = World(replace(ROOMY, sessions_per_worker=1))
+    world = World(replace(ROOMY, max_sessions_per_worker=1))
     world.use(b"a", world.worker())
     assert world.spent(NEW) is RefusalReason.ALL_WORKERS_AT_CAPACITY
     assert world.spent() is None
 
 
 def test_a_session_expires_moves_and_is_ended() -> None:
-    world = World(replace(ROOMY, sessions_per_worker=1, session_ttl_s=100.0))
+    world = World(replace(ROOMY, max_sessions_per_worker=1, session_ttl_s=100.0))
     first, second = world.worker(), world.worker()
     sessions = world.limits.sessions
     world.use(b"a", first)
@@ -184,7 +184,7 @@ changes = st.tuples(
 def test_whatever_happens_the_sums_are_those_of_the_workers_there_are(
     happened: list[tuple[int, str, int, int]],
 ) -> None:
-    budgets = replace(ROOMY, decodes=10, kv_mib=60, kv_mib_per_worker=20)
+    budgets = replace(ROOMY, max_in_flight_decodes=10, max_kv_mib=60, max_kv_mib_per_worker=20)
     world = World(budgets)
     for _ in range(4):
         world.worker()
@@ -219,9 +219,9 @@ def test_whatever_happens_the_sums_are_those_of_the_workers_there_are(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("sessions", 0, "the budget sessions is 0, must be at least 1"),
-        ("decodes_per_worker", 0, "the budget decodes_per_worker is 0, must be at least 1"),
-        ("kv_mib", -1, "the budget kv_mib is -1, must be at least 1"),
+        ("max_sessions", 0, "max_sessions is 0, must be at least 1"),
+        ("max_in_flight_decodes_per_worker", 0, "max_in_flight_decodes_per_worker is 0, must be at least 1"),
+        ("max_kv_mib", -1, "max_kv_mib is -1, must be at least 1"),
         ("session_ttl_s", 0.0, "session_ttl_s is 0.0, must be more than 0"),
     ],
 )

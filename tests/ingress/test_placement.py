@@ -226,7 +226,7 @@ def test_a_hundred_equal_requests_are_shared_by_equal_workers() -> None:
 
 
 def test_over_the_decodes_in_all_lanes_wait_and_go_on_with_whoever_has_room() -> None:
-    ring = ScriptedRing(config(decodes=2))
+    ring = ScriptedRing(config(max_in_flight_decodes=2))
     workers = pair(ring)
     clients = [ring.client() for _ in range(3)]
     assert [client.lane.state for client in clients] == [*[LaneState.CLAIMED] * 2, LaneState.WAITING]
@@ -239,7 +239,7 @@ def test_over_the_decodes_in_all_lanes_wait_and_go_on_with_whoever_has_room() ->
 
 
 def test_a_lane_that_comes_back_is_placed_again_before_others_that_wait_for_a_decode() -> None:
-    ring = ScriptedRing(config(decodes=1))
+    ring = ScriptedRing(config(max_in_flight_decodes=1))
     workers = pair(ring)
     first, second = ring.client(), ring.client()
     holder = holder_of(first, *workers)
@@ -249,7 +249,7 @@ def test_a_lane_that_comes_back_is_placed_again_before_others_that_wait_for_a_de
 
 
 def test_over_the_decodes_of_a_worker_another_is_chosen() -> None:
-    ring = ScriptedRing(config(decodes_per_worker=1))
+    ring = ScriptedRing(config(max_in_flight_decodes_per_worker=1))
     workers = pair(ring)
     for _ in range(3):
         ring.client()
@@ -257,7 +257,7 @@ def test_over_the_decodes_of_a_worker_another_is_chosen() -> None:
 
 
 def test_kv_over_its_budget_is_waited_for() -> None:
-    ring = ScriptedRing(config(kv_mib=100, kv_mib_per_worker=60))
+    ring = ScriptedRing(config(max_kv_mib=100, max_kv_mib_per_worker=60))
     first, second = pair(ring)
     first.kv_promised_bytes = 60 * MIB
     first.beat()
@@ -273,7 +273,7 @@ def test_kv_over_its_budget_is_waited_for() -> None:
 
 
 def test_a_new_session_waits_until_another_expires_and_what_is_none_goes_on() -> None:
-    ring = ScriptedRing(config(sessions=1, session_ttl_s=20.0))
+    ring = ScriptedRing(config(max_sessions=1, session_ttl_s=20.0))
     workers = pair(ring)
     converse(ring, session("a"), *workers)
     new = ring.client(conversation=session("b"))
@@ -287,7 +287,7 @@ def test_a_new_session_waits_until_another_expires_and_what_is_none_goes_on() ->
 
 
 def test_a_session_that_is_forgotten_makes_room_for_another() -> None:
-    ring = ScriptedRing(config(sessions=1, at_cap=AtCap.REFUSE))
+    ring = ScriptedRing(config(max_sessions=1, at_cap=AtCap.REFUSE))
     workers = pair(ring)
     converse(ring, session("a"), *workers)
     ring.gateway.forget("t", session("a"))
@@ -295,7 +295,7 @@ def test_a_session_that_is_forgotten_makes_room_for_another() -> None:
 
 
 def test_what_waited_too_long_for_a_budget_is_refused_as_any_other() -> None:
-    ring = ScriptedRing(config(decodes=1))
+    ring = ScriptedRing(config(max_in_flight_decodes=1))
     workers = pair(ring)
     ring.client()
     client = ring.client()
@@ -313,7 +313,7 @@ def refused(ring: ScriptedRing, conversation: Conversation | None = None) -> Ref
 
 
 def test_who_does_not_wait_is_refused_at_once_with_the_budget_that_is_spent() -> None:
-    ring = ScriptedRing(config(decodes=8, sessions=2, kv_mib=100))
+    ring = ScriptedRing(config(max_in_flight_decodes=8, max_sessions=2, max_kv_mib=100))
     workers = pair(ring)
     for name in "ab":
         converse(ring, session(name), *workers)
@@ -330,7 +330,7 @@ def test_who_does_not_wait_is_refused_at_once_with_the_budget_that_is_spent() ->
 
 
 def test_who_does_not_wait_is_refused_where_every_worker_is_busy_or_at_capacity_or_gone() -> None:
-    ring = ScriptedRing(config(sessions_per_worker=1, session_ttl_s=10_000.0))
+    ring = ScriptedRing(config(max_sessions_per_worker=1, session_ttl_s=10_000.0))
     workers = pair(ring, 1)
     name = next(n for n in map(str, range(100)) if converse(ring, session(n), *workers) is not workers[0])
     while ring.gateway.snapshot().budgets.sessions < 2:
@@ -348,7 +348,7 @@ def test_who_does_not_wait_is_refused_where_every_worker_is_busy_or_at_capacity_
 
 @pytest.mark.parametrize("at_cap", AtCap)
 def test_the_operator_may_say_what_becomes_of_all(at_cap: AtCap) -> None:
-    ring = ScriptedRing(config(decodes=1, at_cap=at_cap))
+    ring = ScriptedRing(config(max_in_flight_decodes=1, at_cap=at_cap))
     pair(ring)
     ring.client()
     for asked in AtCap:

@@ -853,7 +853,7 @@ async def test_health_tells_what_is_taken_of_the_budgets_and_who_went_back_to_wh
 
 async def test_over_a_budget_a_request_waits_unless_the_operator_says_otherwise() -> None:
     for at_cap in AtCap:
-        config = GatewayConfig(budgets=Budgets(decodes=1), at_cap=at_cap)
+        config = GatewayConfig(budgets=Budgets(max_in_flight_decodes=1), at_cap=at_cap)
         async with serving(Gateway(config)) as server, httpx.AsyncClient(base_url=server.url) as client:
             worker = ScriptedWorker(server.gateway)
             first = post(client)
