@@ -252,8 +252,8 @@ async def test_a_broken_file_is_computed_anew(
         engine.close(keep_sessions=False)
     n_left = len(list(tmp_path.rglob("*.kv")))
     assert n_left < n_files
-    assert [line for line in caplog.messages if "is of no use and removed" in line] == caplog.messages
-    assert len(caplog.messages) == n_files - n_left
+    removals = [line for line in caplog.messages if "is of no use and removed" in line]
+    assert len(removals) == n_files - n_left
 
 
 async def test_what_another_context_kept_is_neither_used_nor_touched(model: Path, tmp_path: Path) -> None:

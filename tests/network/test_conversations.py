@@ -112,15 +112,20 @@ async def test_a_deleted_conversation_is_forgotten(lone: Standing) -> None:
         assert again.usage["prompt_tokens"] == first.usage["prompt_tokens"]
 
 
-async def test_what_does_not_fit_says_whether_a_new_conversation_helps(lone: Standing) -> None:
+async def test_what_outgrows_the_context_goes_on_with_a_summary_and_what_never_fits_is_refused(
+    lone: Standing,
+) -> None:
     async with http_of(lone.ingress) as http:
         mine, long = new_id(), "word " * 300
         await say(http, long, conversation_id=mine, max_tokens=2)
-        full = await http.post(INFER, json=body(long, mine))
-        assert (full.status_code, full.json()["error"]["reason"]) == (409, "session_full")
+        shortened = await say(http, long, conversation_id=mine, max_tokens=2)
+        assert shortened.usage["compaction"]["turns_replaced"] == 2
         too_long = await http.post(INFER, json=body("word " * 1000, mine))
         assert (too_long.status_code, too_long.json()["error"]["reason"]) == (413, "prompt_too_long")
-        assert (await say(http, "Hello.", conversation_id=mine, max_tokens=2)).usage["prompt_tokens"] > 300
+        after = await say(http, "Hello.", conversation_id=mine, max_tokens=2)
+        assert after.usage["prompt_tokens"] > 300
+        assert "compaction" not in after.usage  # the summary took the place of what it stands for
+    await lone.ingress.quiet()
 
 
 async def test_an_ingress_that_is_killed_and_started_again_remembers(fleet: Fleet, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ async def test_of_more_requests_than_places_exactly_the_rest_is_refused(
     for _ in range(n_rounds):
         before = await server.quiet()
         responses = await asyncio.gather(
-            *(client.post(chat("hi", max_tokens=4, stream=n % 2 == 0)) for n in range(2 * N_PLACES))
+            # Long enough that none has ended before the last has come.
+            *(client.post(chat("hi", max_tokens=40, stream=n % 2 == 0)) for n in range(2 * N_PLACES))
         )
         refused = [response for response in responses if response.status_code != 200]
         assert len(refused) == N_PLACES

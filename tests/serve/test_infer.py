@@ -108,7 +108,7 @@ def test_a_server_that_ends_and_starts_again_remembers(tmp_path: Path) -> None:
         (("--history", "disk"), "neither memory nor sqlite:PATH"),
         (("--history", "sqlite:"), "neither memory nor sqlite:PATH"),
         (("--history", "sqlite:/nowhere/at/all"), "cannot be opened"),
-        (("--session-ttl", "0"), "ttl_s is 0"),
+        (("--session-ttl", "-1"), "session-ttl is -1"),
         (("--history-conversation-bytes", "300000000"), "max_bytes is"),
     ],
 )
