@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.network.chat import Answer, Chat, ask, sdk_of
-from tests.network.fleet import Fleet, until
+from tests.network.fleet import Fleet, Worker, until
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -56,10 +56,15 @@ async def test_an_ingress_restarted_again_and_again_under_load_is_found_each_tim
         await ingress.start()
         await ingress.until_attached(len(workers))
         for worker in workers:
-            assert len(worker.lines("is attached to")) == n_lives + 1
+            await until_said(worker, n_lives + 1)
         async with sdk_of(ingress) as sdk:
             assert (await ask(sdk, STORY, max_tokens=5)).text
         await ingress.quiet()
+
+
+async def until_said(worker: Worker, n_times: int) -> None:
+    """Wait until the worker has logged its attachment, too: that many times in all."""
+    await until(lambda: len(worker.lines("is attached to")) == n_times, f"{worker} has said so")
 
 
 async def test_a_rolling_restart_of_the_workers_under_load_loses_no_request(fleet: Fleet) -> None:
