@@ -4,10 +4,12 @@ Owns: the llama context and the batch. Thread: step thread only, after `create`.
 Called by: `loop.py`, and for the cells of a slot `slots.py`.
 """
 
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from llm_engine import llama
 from llm_engine.config import EngineConfig
@@ -83,10 +85,7 @@ class LlamaBackend:
         return llama.n_state_bytes(self._context, self._seq_id(slot), partial=checkpoint)
 
     def fetch(self, slot: int, *, checkpoint: bool) -> KvState:
-        try:
-            buffer = np.empty(self.n_state_bytes(slot, checkpoint=checkpoint), np.uint8)
-        except MemoryError as error:
-            raise BackendError("no memory for the state of a sequence") from error
+        buffer = _pages(self.n_state_bytes(slot, checkpoint=checkpoint))
         data = llama.get_state(self._context, self._seq_id(slot), buffer, partial=checkpoint)
         return KvState(data, checkpoint, self._fingerprint)
 
@@ -135,6 +134,14 @@ class LlamaBackend:
         self._batch.append(0, position, [0], wants_logits=True)
         self._decode()
         return self.n_state_bytes(0, checkpoint=False)
+
+
+def _pages(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory in pages of its own, which all go back once it is dropped: malloc would keep holes."""
+    try:
+        return np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8)
+    except OSError as error:
+        raise BackendError("no memory for the state of a sequence") from error
 
 
 def _trim(model: Model) -> Trim:
