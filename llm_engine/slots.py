@@ -15,7 +15,7 @@ nobody used for `ttl_s` is dropped, wherever it lies.
 Owns: the slots and their runs. Acts on cells through `Cells`, at once. Called by: `scheduler.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
@@ -67,7 +67,6 @@ class Slot:
     seq_id: int
     run: Run
     last_used: float = 0.0  # monotonic seconds
-    n_bytes: int = 0  # of a run that is kept here
     holder: Sequence | None = None
     is_started: bool = False
     waits_for: "Wait | Recall | None" = None
@@ -137,14 +136,16 @@ class Slots:
     @property
     def tier(self) -> Tier:
         """What is kept in slots that are free. Thread: any."""
-        sizes = [slot.n_bytes for slot in self._slots if slot.n_bytes]
-        return Tier(len(sizes), sum(sizes))
+        return self._tier_of(slot.run for slot in self._slots if slot.holder is None and slot.run.is_loss(0))
 
     @property
     def running(self) -> Tier:
         """What the sequences that hold slots have in them. Thread: any."""
-        runs = [slot.run for slot in self._slots if slot.holder is not None]
-        return Tier(len(runs), self.n_bytes_of(len(runs), sum(run.n_cells for run in runs)))
+        return self._tier_of(slot.run for slot in self._slots if slot.holder is not None)
+
+    def _tier_of(self, runs: Iterable[Run]) -> Tier:
+        sizes = [run.n_cells for run in runs]
+        return Tier(len(sizes), self.n_bytes_of(len(sizes), sum(sizes)))
 
     def n_bytes_of(self, n_sequences: int, n_tokens: int) -> int:
         """Return what the KV of so many sequences with so many tokens together takes."""
@@ -193,15 +194,10 @@ class Slots:
         slot = self._held.pop(sequence)
         if slot.is_started:
             slot.run = slot.run.frozen()
-            if keep and self._reuses:
-                slot.n_bytes = self._n_kept_bytes(slot)
-            else:
+            if not (keep and self._reuses):
                 self._empty(slot)
         slot.holder, slot.is_started, slot.waits_for, slot.has_recalled = None, False, None, False
         slot.stops.clear()
-
-    def _n_kept_bytes(self, slot: Slot) -> int:
-        return self._cells.n_state_bytes(slot.seq_id, checkpoint=False) if slot.run.is_loss(0) else 0
 
     # -- choosing a slot --
 
@@ -288,7 +284,7 @@ class Slots:
             self._cells.cut(slot.seq_id, 0)
             run = Run.begun(self._cells.trim)
         slot.run = run.continued(sequence.tokens, run.n_cells)
-        slot.is_started, slot.n_bytes, slot.last_used = True, 0, now
+        slot.is_started, slot.last_used = True, now
         slot.stops.update(n for n in stops if n >= run.n_cells + WORTH_TOKENS)
         sequence.n_cached = sequence.n_computed = run.n_cells
 
@@ -325,7 +321,7 @@ class Slots:
 
     def _empty(self, slot: Slot) -> None:
         self._cells.cut(slot.seq_id, 0)
-        slot.run, slot.n_bytes = Run(), 0
+        slot.run = Run()
 
     # -- keeping in host memory --
 

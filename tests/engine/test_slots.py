@@ -150,7 +150,7 @@ def test_what_runs_and_what_is_kept_is_told_wherever_it_lies() -> None:
     assert world.slots.tier == Tier(n_sessions=0, n_bytes=0)
     world.run()
     assert world.slots.running == Tier(n_sessions=0, n_bytes=0)
-    assert world.slots.tier.n_sessions == 1
+    assert world.slots.tier == Tier(n_sessions=1, n_bytes=102)
     world.answer("short", words(9, WORTH_TOKENS - 5), max_tokens=2)
     assert world.slots.tier.n_sessions == 1  # what is not worth keeping is no conversation
     for n in (2, 3):
