@@ -4,12 +4,10 @@ Owns: the llama context and the batch. Thread: step thread only, after `create`.
 Called by: `loop.py`, and for the cells of a slot `slots.py`.
 """
 
-import mmap
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from llm_engine import llama
 from llm_engine.config import EngineConfig
@@ -85,7 +83,10 @@ class LlamaBackend:
         return llama.n_state_bytes(self._context, self._seq_id(slot), partial=checkpoint)
 
     def fetch(self, slot: int, *, checkpoint: bool) -> KvState:
-        buffer = _pages(self.n_state_bytes(slot, checkpoint=checkpoint))
+        try:
+            buffer = np.empty(self.n_state_bytes(slot, checkpoint=checkpoint), np.uint8)
+        except MemoryError as error:
+            raise BackendError("no memory for the state of a sequence") from error
         data = llama.get_state(self._context, self._seq_id(slot), buffer, partial=checkpoint)
         return KvState(data, checkpoint, self._fingerprint)
 
@@ -134,14 +135,6 @@ class LlamaBackend:
         self._batch.append(0, position, [0], wants_logits=True)
         self._decode()
         return self.n_state_bytes(0, checkpoint=False)
-
-
-def _pages(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory in pages of its own, which all go back once it is dropped: malloc would keep holes."""
-    try:
-        return np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8)
-    except OSError as error:
-        raise BackendError("no memory for the state of a sequence") from error
 
 
 def _trim(model: Model) -> Trim:
