@@ -233,13 +233,7 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits")
     _add_seconds(limits, "--queue-timeout", 60, "a request waits this long for a slot, then 503")
-    limits.add_argument(
-        "--ring-streams",
-        type=int,
-        default=64,
-        metavar="N",
-        help="requests held at once, waiting or running; beyond it 503 (default: %(default)s)",
-    )
+    _add_count(limits, "--ring-streams", 64, "requests held at once, waiting or running; beyond it 503")
     limits.add_argument(
         "--request-timeout",
         type=float,
@@ -267,13 +261,7 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     _add_seconds(
         limits, "--no-worker-timeout", 10, "a request waits this long while no worker is attached, then 503"
     )
-    limits.add_argument(
-        "--max-attempts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="times a request may lose its worker, then 502 (default: %(default)s)",
-    )
+    _add_count(limits, "--max-attempts", 3, "times a request may lose its worker, then 502")
     _add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
     _add_budget_flags(parser)
 
@@ -289,15 +277,15 @@ def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
         help="a request waits at most this long for the worker that holds its conversation, and no longer"
         " than computing that anew would take (default: %(default)g)",
     )
-    _add_budget(
+    _add_count(
         group, "--max-sessions", budgets.max_sessions, "sessions: conversations with a conversation_id"
     )
-    _add_budget(group, "--max-sessions-per-worker", budgets.max_sessions_per_worker, "sessions of one worker")
-    _add_budget(group, "--max-kv-mib", budgets.max_kv_mib, "KV of running requests in all, MiB")
-    _add_budget(
+    _add_count(group, "--max-sessions-per-worker", budgets.max_sessions_per_worker, "sessions of one worker")
+    _add_count(group, "--max-kv-mib", budgets.max_kv_mib, "KV of running requests in all, MiB")
+    _add_count(
         group, "--max-kv-mib-per-worker", budgets.max_kv_mib_per_worker, "KV of those of one worker, MiB"
     )
-    _add_budget(
+    _add_count(
         group,
         "--max-in-flight-decodes",
         os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.max_in_flight_decodes,
@@ -320,7 +308,7 @@ def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_budget(group: "argparse._ArgumentGroup", flag: str, default: int | str, help_text: str) -> None:
+def _add_count(group: "argparse._ArgumentGroup", flag: str, default: int | str, help_text: str) -> None:
     group.add_argument(
         flag, type=int, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
     )
@@ -336,12 +324,11 @@ def add_history_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         help=f"{HISTORY_IN_MEMORY}, or {HISTORY_IN_SQLITE}PATH to outlive a restart (default: %(default)s)",
     )
-    history.add_argument(
+    _add_count(
+        history,
         "--history-conversations",
-        type=int,
-        default=bounds.max_conversations,
-        metavar="N",
-        help="conversations kept; beyond it the one unused for longest ends (default: %(default)s)",
+        bounds.max_conversations,
+        "conversations kept; beyond it the one unused for longest ends",
     )
     history.add_argument(
         "--history-conversation-bytes",

@@ -57,7 +57,7 @@ def _worker(worker: WorkerSnapshot) -> Json:
     beat = worker.heartbeat
     return {
         "id": worker.name,
-        "status": "draining" if worker.is_draining else "alive" if worker.is_live else "lost",
+        "status": "draining" if worker.is_draining else "alive",
         "alive": worker.is_live,
         "model": worker.card.name,
         "heard_ago_s": round(worker.heard_ago_s, 3),

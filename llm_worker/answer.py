@@ -134,9 +134,7 @@ class StreamedAnswer:
         self._held = ""
 
     def begin(self) -> None:
-        self._ring.head(self._ref, stream_head(self._start.compaction))
-        if self._is_new:
-            self._ring.body(self._ref, b"", pack_start(self._start))
+        begin_stream(self._ring, self._ref, self._start, is_new=self._is_new)
 
     def delta(self, delta: Delta) -> None:
         self._held += delta.text
@@ -200,9 +198,11 @@ class WholeAnswer:
         return b""
 
 
-def stream_head(compaction: Compaction | None) -> Head:
-    """The head of an answer that is streamed."""
-    return Head(status=200, headers=(_STREAM_TYPE, *_compaction_headers(compaction)))
+def begin_stream(ring: Ring, ref: LaneRef, start: Start, *, is_new: bool) -> None:
+    """Send what comes before the first token of an answer that is streamed."""
+    ring.head(ref, Head(status=200, headers=(_STREAM_TYPE, *_compaction_headers(start.compaction))))
+    if is_new:
+        ring.body(ref, b"", pack_start(start))
 
 
 def json_head(status: int, headers: tuple[tuple[str, str], ...] = ()) -> Head:

@@ -13,9 +13,9 @@ Owns: the text of one turn. Called by: `job.py`, on the event loop.
 from llm_engine.generation import Delta, StopReason
 from llm_ingress.turns import pack_turn
 from llm_ingress.wire import LaneRef
-from llm_worker.answer import Usage, json_text, pack_ending, stream_head, usage_json
+from llm_worker.answer import Usage, begin_stream, json_text, pack_ending, usage_json
 from llm_worker.conversation import Said, Turn, record_of
-from llm_worker.progress import ChoiceProgress, Start, pack_start, pack_text, pack_tokens
+from llm_worker.progress import ChoiceProgress, Start, pack_text, pack_tokens
 from llm_worker.ring import Ring
 
 
@@ -34,9 +34,7 @@ class TurnAnswer:
         self._held = ""
 
     def begin(self) -> None:
-        self._ring.head(self._ref, stream_head(self._start.compaction))
-        if self._is_new:
-            self._ring.body(self._ref, b"", pack_start(self._start))
+        begin_stream(self._ring, self._ref, self._start, is_new=self._is_new)
 
     def delta(self, delta: Delta) -> None:
         self._held += delta.text
