@@ -150,7 +150,7 @@ def context_params(config: EngineConfig, n_ctx: int) -> llama.ContextParams:
         n_ctx=padded * config.n_slots,
         n_seq_max=config.n_slots,
         n_batch=config.batch_size,
-        n_ubatch=config.n_ubatch,
+        n_ubatch=config.batch_size,
         n_threads=config.n_threads,
         flash_attn=llama.FlashAttn[config.flash_attn.upper()],
         type_k=llama.CacheType[config.cache_type_k.upper()],

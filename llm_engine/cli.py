@@ -56,6 +56,11 @@ def _add_model_flags(model: argparse._ArgumentGroup) -> None:
         help="never use the network; fail if it is not cached (environment: SKIP_MODEL_DOWNLOAD=1)",
     )
     model.add_argument("--mlock", action="store_true", help="keep the weights in RAM, never swapped")
+    model.add_argument(
+        "--mmap",
+        action="store_true",
+        help="map the model file, so that processes share it; slower than a copy in huge pages",
+    )
 
 
 def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
@@ -78,6 +83,12 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
         default=512,
         metavar="TOKENS",
         help="tokens in one step at most (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help="compute prompts 63 tokens at a time, so that no answer depends on what ran beside it;"
+        " without, long ones take less time (default: on a CPU)",
     )
     engine.add_argument(
         "--target-step-ms",
@@ -204,7 +215,9 @@ def engine_config(
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
         mlock=args.mlock,
+        mmap=args.mmap,
         batch_size=args.batch_size,
+        batch_invariant=args.batch_invariant,
         target_step_ms=args.target_step_ms,
         prefill_chunk=args.prefill_chunk,
         cache_prompt=not args.no_cache_prompt,

@@ -55,7 +55,9 @@ class EngineConfig:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     mlock: bool = False
+    mmap: bool = False  # map the model file instead of copying it into huge pages
     batch_size: int = 512  # tokens in one step at most
+    batch_invariant: bool | None = None  # answers do not depend on what ran beside them; None: on a CPU
     cache_prompt: bool = True  # begin a prompt with what earlier ones had in common with it
     cache_ram_mib: int = 2048  # host memory for cells whose slot another request took; 0: none
     session_ttl: int = 300  # seconds after which cells that nobody used are dropped; 0: never
@@ -89,13 +91,14 @@ class EngineConfig:
         return self.threads or _n_cores()
 
     @property
-    def n_ubatch(self) -> int:
-        """Tokens llama.cpp computes at once.
+    def prompt_slice(self) -> int:
+        """Tokens of one prompt that a step computes at most.
 
-        On a CPU fewer than 64 a sequence keep its attention on one code path, so that results do not
-        depend on how a prompt was sliced or what ran beside it, at no cost measured.
+        Fewer than 64 keep the attention of llama.cpp's CPU backend on one code path, so that results do not
+        depend on how a prompt was sliced or what ran beside it.
         """
-        return self.batch_size if self.n_gpu_layers else min(self.batch_size, 48)
+        invariant = not self.n_gpu_layers if self.batch_invariant is None else self.batch_invariant
+        return min(self.batch_size, 63) if invariant else self.batch_size
 
     @staticmethod
     def _check(name: str, value: object) -> None:

@@ -79,7 +79,7 @@ class Engine:
             reuses=config.cache_prompt,
             ttl_s=config.session_ttl or None,
         )
-        scheduler = Scheduler(self._slots, model)
+        scheduler = Scheduler(self._slots, model, config.prompt_slice)
         budget = Budget(
             config.batch_size, info.max_inflight, target_s=config.target_step_s, chunk=config.prefill_chunk
         )
@@ -339,7 +339,7 @@ def fitted(config: EngineConfig, footprint: Footprint, free_bytes: int) -> Engin
 
 
 def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -> EngineInfo:
-    settings = (n_ctx, config.flash_attn, config.cache_type_k, config.cache_type_v, config.n_ubatch)
+    settings = (n_ctx, config.flash_attn, config.cache_type_k, config.cache_type_v, config.prompt_slice)
     return EngineInfo(
         name=file.name,
         aliases=file.aliases,

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as c
 
 from llm_engine.errors import BackendError
+from llm_engine.hugepages import huge_pages
 
 ModelPointer = NewType("ModelPointer", int)
 ContextPointer = NewType("ContextPointer", int)
@@ -79,6 +80,7 @@ class ModelParams:
     split_mode: SplitMode = SplitMode.LAYER
     main_gpu: int = 0
     mlock: bool = False
+    mmap: bool = False  # map the file, which other processes can share; else the weights are copied
     repack: bool = True  # rearrange the weights for this CPU
     allocates: bool = True  # False: metadata alone, for contexts that only count
 
@@ -157,16 +159,19 @@ def load_model(path: os.PathLike[str] | str, wanted: ModelParams) -> ModelPointe
     params.n_gpu_layers = wanted.n_gpu_layers
     params.split_mode = wanted.split_mode
     params.main_gpu = wanted.main_gpu
-    params.load_mode = _load_mode(wanted)
+    params.load_mode = _LOAD_MODES[wanted.mmap, wanted.mlock]
     params.use_extra_bufts = wanted.repack
     params.no_alloc = not wanted.allocates
-    return c.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
+    with huge_pages():
+        return c.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
 
 
-def _load_mode(wanted: ModelParams) -> int:
-    if not wanted.allocates:
-        return int(c.LLAMA_LOAD_MODE_NONE)
-    return int(c.LLAMA_LOAD_MODE_MLOCK if wanted.mlock else c.LLAMA_LOAD_MODE_MMAP)
+_LOAD_MODES = {  # by mmap and mlock
+    (False, False): c.LLAMA_LOAD_MODE_NONE,
+    (False, True): c.LLAMA_LOAD_MODE_MLOCK,
+    (True, False): c.LLAMA_LOAD_MODE_MMAP,
+    (True, True): c.LLAMA_LOAD_MODE_MMAP_MLOCK,
+}
 
 
 def free_model(model: ModelPointer) -> None:
@@ -176,7 +181,8 @@ def free_model(model: ModelPointer) -> None:
 def init_context(model: ModelPointer, wanted: ContextParams) -> ContextPointer | None:
     """Create a context with one KV stream per sequence; None on failure, with the reason in the log.
 
-    Separate streams, flash attention and a small `n_ubatch` make results independent of the batch.
+    Separate streams and flash attention make results independent of the batch, if a sequence has fewer than
+    64 tokens in it.
     """
     assert 1 <= wanted.n_seq_max <= N_SEQ_LIMIT, f"n_seq_max {wanted.n_seq_max} not in 1..{N_SEQ_LIMIT}"
     assert wanted.n_batch >= wanted.n_seq_max, f"n_batch {wanted.n_batch} < n_seq_max {wanted.n_seq_max}"
@@ -193,7 +199,8 @@ def init_context(model: ModelPointer, wanted: ContextParams) -> ContextPointer |
     params.kv_unified = False
     params.swa_full = True
     params.no_perf = True
-    return c.llama_init_from_model(model, params)  # type: ignore[no-any-return]
+    with huge_pages():
+        return c.llama_init_from_model(model, params)  # type: ignore[no-any-return]
 
 
 def has_gpu() -> bool:

@@ -127,6 +127,7 @@ def model_params(config: EngineConfig) -> llama.ModelParams:
         split_mode=llama.SplitMode[config.split_mode.upper()],
         main_gpu=config.main_gpu,
         mlock=config.mlock,
+        mmap=config.mmap,
     )
 
 

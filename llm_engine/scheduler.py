@@ -67,8 +67,9 @@ class Plan:
 class Scheduler:
     """Continuous batching: sequences join and leave at any step."""
 
-    def __init__(self, slots: Slots, vocabulary: Vocabulary) -> None:
+    def __init__(self, slots: Slots, vocabulary: Vocabulary, prompt_slice: int) -> None:
         self._slots = slots
+        self._prompt_slice = prompt_slice  # tokens of one prompt in a step at most
         self._vocabulary = vocabulary
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Hashable, Sequence] = {}  # in order of admission
@@ -154,7 +155,8 @@ class Scheduler:
         """Every running sequence gets its token; `n_prompt_tokens` more are shared among prompts."""
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
-        prompts = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
+        ready = {s: self._slots.n_ready(s) for s in active if not s.is_decoding}
+        prompts = {s: min(n, self._prompt_slice) for s, n in ready.items() if n}
         plan = Plan.of(decoding, _share(prompts, n_prompt_tokens))
         self._last = plan if len(decoding) == len(active) else None
         return plan

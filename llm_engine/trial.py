@@ -82,7 +82,7 @@ def main(path: str) -> int:
     """Do all that depends on the file alone. The last line on stderr says what failed."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is an answer, not worth a core file
     with llama.collected_errors() as errors:
-        model = llama.load_model(path, llama.ModelParams(repack=False))
+        model = llama.load_model(path, llama.ModelParams(mmap=True, repack=False))
         if not model:
             return _fail(errors[0] if errors else "llama.cpp could not load it and gave no reason")
         context = llama.init_context(model, _CONTEXT)

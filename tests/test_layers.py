@@ -62,7 +62,7 @@ FENCES = {
         "llm_serve/cli.py",
     ),
     "sqlite3": ("llm_ingress/history_file.py",),
-    "ctypes": ("llm_engine/llama.py", "llm_engine/doorbell.py"),
+    "ctypes": ("llm_engine/llama.py", "llm_engine/hugepages.py", "llm_engine/doorbell.py"),
 }
 
 

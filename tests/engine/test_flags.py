@@ -52,15 +52,17 @@ def test_gpu_flags_reach_llama_cpp(told: list[Any], name: str, mode: int) -> Non
 
 
 def test_memory_flags_reach_llama_cpp(told: list[Any]) -> None:
-    for flags in ((), ("--mlock",)):
+    for flags in ((), ("--mlock",), ("--mmap",), ("--mmap", "--mlock")):
         llama.load_model("any.gguf", model_params(config_of(*flags)))
     llama.load_model("any.gguf", llama.ModelParams(allocates=False))
     assert [params.load_mode for params in told] == [
-        c.LLAMA_LOAD_MODE_MMAP,
+        c.LLAMA_LOAD_MODE_NONE,
         c.LLAMA_LOAD_MODE_MLOCK,
+        c.LLAMA_LOAD_MODE_MMAP,
+        c.LLAMA_LOAD_MODE_MMAP_MLOCK,
         c.LLAMA_LOAD_MODE_NONE,
     ]
-    assert [params.no_alloc for params in told] == [False, False, True]
+    assert [params.no_alloc for params in told] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,19 @@ def test_every_command_that_runs_an_engine_takes_how_long_sessions_live() -> Non
             [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True
         )
         assert "--session-ttl" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "n_tokens"),
+    [
+        ((), 63),
+        (("--batch-size", "32"), 32),
+        (("--no-batch-invariant",), 512),
+        (("--n-gpu-layers", "-1"), 512),
+        (("--n-gpu-layers", "-1", "--batch-invariant"), 63),
+    ],
+)
+def test_prompts_are_computed_in_small_slices_where_answers_must_not_depend_on_others(
+    flags: tuple[str, ...], n_tokens: int
+) -> None:
+    assert config_of(*flags).prompt_slice == n_tokens

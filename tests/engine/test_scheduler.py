@@ -29,16 +29,16 @@ def sequence(
     )
 
 
-def empty(n_slots: int) -> Scheduler:
+def empty(n_slots: int, prompt_slice: int = 512) -> Scheduler:
     """A scheduler whose sequences share nothing."""
     vocabulary = ByteVocabulary()
     backend, is_end = FakeBackend(n_slots=n_slots), vocabulary.is_end_of_generation
     slots = Slots(n_slots, backend, Store(0, DiskCache()), is_end_of_turn=is_end, reuses=False)
-    return Scheduler(slots, vocabulary)
+    return Scheduler(slots, vocabulary, prompt_slice=prompt_slice)
 
 
-def scheduler(*sequences: Sequence, n_slots: int = 4) -> Scheduler:
-    made = empty(n_slots)
+def scheduler(*sequences: Sequence, n_slots: int = 4, prompt_slice: int = 512) -> Scheduler:
+    made = empty(n_slots, prompt_slice)
     for each in sequences:
         made.enqueue(each)
     made.admit(now=1.0, n_admissible=n_slots)
@@ -73,6 +73,12 @@ def test_prompts_of_equal_length_are_served_oldest_first() -> None:
     made = scheduler(sequence("first", n_prompt=20), sequence("second", n_prompt=20))
     turn(made, ord("x"), n_prompt_tokens=16)
     assert shape(made.plan(16))[0] == ("first", 4)
+
+
+def test_no_prompt_has_more_than_a_slice_in_a_step_and_others_get_what_it_leaves() -> None:
+    made = scheduler(sequence("a", n_prompt=100), sequence("b", n_prompt=100), prompt_slice=63)
+    assert shape(made.plan(200)) == [("a", 63), ("b", 63)]
+    assert shape(made.plan(80)) == [("a", 63), ("b", 17)]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 50))

@@ -68,7 +68,7 @@ class World:
             reuses=reuses,
             ttl_s=ttl_s,
         )
-        self.scheduler = Scheduler(self.slots, ByteVocabulary())
+        self.scheduler = Scheduler(self.slots, ByteVocabulary(), prompt_slice=512)
         self.ended: dict[str, Finished] = {}
         self.sequences: dict[str, Sequence] = {}
 

@@ -1,0 +1,74 @@
+"""Huge pages, asked of the system that the tests run on."""
+
+import mmap
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_engine import llama
+from llm_engine.hugepages import HUGE, huge_pages
+from llm_engine.model import Model
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not SETTING.exists() or "[never]" in SETTING.read_text(),
+    reason="this system gives no huge pages",
+)
+
+N_PAGES = 16
+
+
+def n_huge_bytes() -> int:
+    """What of this process lies in huge pages."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(kib) << 10 for kib in re.findall(r"AnonHugePages: +(\d+)", rollup))
+
+
+def private() -> mmap.mmap:
+    return mmap.mmap(-1, N_PAGES * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def fill(mapping: mmap.mmap) -> None:
+    for start in range(0, len(mapping), mmap.PAGESIZE):
+        mapping[start] = 1
+
+
+def test_what_was_filled_already_is_collapsed() -> None:
+    before = n_huge_bytes()
+    with huge_pages():
+        mapping = private()
+        fill(mapping)
+        assert n_huge_bytes() - before < HUGE
+    assert n_huge_bytes() - before >= (N_PAGES - 1) * HUGE  # the first is not aligned
+    assert all(mapping[start] == 1 for start in range(0, len(mapping), mmap.PAGESIZE))
+
+
+def test_what_is_filled_later_comes_in_huge_pages() -> None:
+    before = n_huge_bytes()
+    with huge_pages():
+        mapping = private()
+    fill(mapping)
+    assert n_huge_bytes() - before >= (N_PAGES - 1) * HUGE
+
+
+def test_what_was_there_before_is_left_alone() -> None:
+    mapping = private()
+    fill(mapping)
+    before = n_huge_bytes()
+    with huge_pages():
+        pass
+    assert n_huge_bytes() == before
+    mapping.close()
+
+
+def test_weights_are_copied_into_huge_pages_unless_they_are_mapped(smollm2: Path) -> None:
+    before = n_huge_bytes()
+    mapped = Model.load(smollm2, llama.ModelParams(mmap=True))
+    assert n_huge_bytes() - before < 8 * HUGE
+    copied = Model.load(smollm2)
+    assert n_huge_bytes() - before > 0.9 * llama.n_weights_bytes(copied.pointer)
+    mapped.close()
+    copied.close()
