@@ -66,9 +66,14 @@ def passage(n_tokens: int, run: str) -> str:
     return " ".join(sentences)
 
 
+def sampled(messages: Sequence[Message], n_tokens: int) -> dict[str, Any]:
+    """The body of a request that leaves it to the server how tokens are drawn, `n_tokens` at most."""
+    return {"messages": list(messages), "max_tokens": n_tokens}
+
+
 def greedy(messages: Sequence[Message], n_tokens: int) -> dict[str, Any]:
     """The body of a request that takes the likeliest tokens, `n_tokens` at most."""
-    return {"messages": list(messages), "max_tokens": n_tokens, "temperature": 0}
+    return {**sampled(messages, n_tokens), "temperature": 0}
 
 
 def user(text: str) -> Message:

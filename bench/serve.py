@@ -20,7 +20,7 @@ from bench.bare import BareProcess
 from bench.clients import ask, run_load
 from bench.flags import add_load
 from bench.plots import Panel, over, write_png
-from bench.prompts import distinct, greedy, user
+from bench.prompts import distinct, greedy, sampled, user
 from bench.report import percentile, print_table, spread, write_json
 from bench.targets import Target, alternate, parser, ratios, targets
 from llm_engine.config import EngineConfig
@@ -34,6 +34,7 @@ COLUMNS = {
     "gap max ms": ("gap_max_ms", 0),
 }
 
+Body: TypeAlias = dict[str, Any]
 Figures: TypeAlias = dict[str, float]
 
 
@@ -41,10 +42,11 @@ def main(argv: Sequence[str]) -> int:
     """Measure each number of clients, print a table."""
     args = _parser().parse_args(argv)
     servers = targets(args)
+    body = sampled if args.sampled else greedy
     results = []
     for n in args.clients:
         with _bare(args, n) as bare:
-            measures = bare | {server.name: measure(server, n, args) for server in servers}
+            measures = bare | {server.name: measure(server, n, args, body) for server in servers}
             results.append({"clients": n, "runs": alternate(f"{n} clients", args.rounds, measures)})
     show(results)
     write_json(args.json, "serve", vars(args), results)
@@ -56,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     flags = parser("serve", __doc__)
     add_load(flags, [1, 8, 32], 128)
     flags.add_argument("--requests", type=int, default=1, help="of each client, one after the other (1)")
+    flags.add_argument("--sampled", action="store_true", help="draw tokens as each server does by default")
     flags.add_argument("--bare", metavar="MODEL", help="measure a bare loop with this model beside them")
     flags.add_argument("--ctx-size", type=int, default=512, help="of each sequence of the bare loop (512)")
     flags.add_argument("--threads", type=int, help="of the bare loop (all cores)")
@@ -63,8 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     return flags
 
 
-def measure(target: Target, n: int, args: argparse.Namespace) -> Callable[[int], Figures]:
-    return lambda round_: closed_loop(target, prompts(n, args.requests, _run(args, n, round_)), args.tokens)
+def measure(
+    target: Target, n: int, args: argparse.Namespace, body: Callable[..., Body] = greedy
+) -> Callable[[int], Figures]:
+    """One run of `n` clients. `body` makes a request of messages and a limit of tokens."""
+
+    def run(round_: int) -> Figures:
+        each = prompts(n, args.requests, _run(args, n, round_))
+        return closed_loop(target, [[body([user(text)], args.tokens) for text in texts] for texts in each])
+
+    return run
 
 
 def _run(args: argparse.Namespace, n: int, round_: int) -> str:
@@ -78,18 +89,18 @@ def prompts(n_clients: int, n_requests: int, run: str) -> list[list[str]]:
     return [texts[i::n_clients] for i in range(n_clients)]
 
 
-def closed_loop(target: Target, each: Sequence[Sequence[str]], n_tokens: int) -> Figures:
-    """One run: a client for each list of messages. Raises: RuntimeError if a request is refused."""
-    return figures(run_load(_clients, target, each, n_tokens))
+def closed_loop(target: Target, each: Sequence[Sequence[Body]]) -> Figures:
+    """One run: a client for each list of requests. Raises: RuntimeError if one is refused."""
+    return figures(run_load(_clients, target, each))
 
 
-async def _clients(target: Target, each: Sequence[Sequence[str]], n_tokens: int) -> list[Answer]:
-    done = await asyncio.gather(*(_client(target, texts, n_tokens) for texts in each))
+async def _clients(target: Target, each: Sequence[Sequence[Body]]) -> list[Answer]:
+    done = await asyncio.gather(*(_client(target, requests) for requests in each))
     return [exchange.served() for exchanges in done for exchange in exchanges]
 
 
-async def _client(target: Target, texts: Sequence[str], n_tokens: int) -> list[Exchange]:
-    return [await ask(target, greedy([user(text)], n_tokens)) for text in texts]
+async def _client(target: Target, requests: Sequence[Body]) -> list[Exchange]:
+    return [await ask(target, body) for body in requests]
 
 
 def figures(answers: Sequence[Answer]) -> Figures:

@@ -13,8 +13,8 @@ step it would take is still within the target.
 
 from typing import NamedTuple
 
-GAP_STEPS = 2.5
-IDLE_STEP_S = 0.25
+GAP_STEPS = 2.0
+IDLE_STEP_S = 0.5
 # The part of a target that is left to prompts for as long as there are any: nobody is admitted into it, or
 # the last prompt of a full house would move by a token a step.
 PROMPT_SHARE = 0.25
@@ -90,24 +90,34 @@ class Budget:
     def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s`.
 
-        Where it was not what it should have been, everything that took part was off by the same factor.
+        What a step with prompts in it took beyond its decoding part is theirs: a prompt's tokens take longer
+        the deeper it is, and a decoding part that was blamed for that would allow longer steps still.
         """
         self._n_steps += 1
+        if not n_prompt_tokens:
+            self._observe_decoding(n_decoding, elapsed_s)
+            return
         usual_s, prompts_s = self._usual_s(n_decoding), n_prompt_tokens * self._prompt_token_s
-        if n_prompt_tokens and not prompts_s:
-            self._prompt_token_s = max(elapsed_s - usual_s, 1e-6) / n_prompt_tokens
+        if n_decoding and prompts_s and not self._is_measured(n_decoding):
+            # A count that never decodes alone: the step is shared out as was expected.
+            usual_s *= min(elapsed_s / (usual_s + prompts_s), _SURPRISE)
+            self._decode_s[n_decoding] = _Cost(usual_s, self._n_steps)
+        self._observe_prompts(n_prompt_tokens, max(elapsed_s - usual_s, 1e-6))
+
+    def _observe_decoding(self, n_decoding: int, elapsed_s: float) -> None:
+        if self._is_measured(n_decoding):
+            usual_s = self._usual_s(n_decoding)
+            surprise = min(elapsed_s / usual_s, _SURPRISE) - 1
+            elapsed_s = usual_s * (1 + _SMOOTHING * surprise)
+        self._decode_s[n_decoding] = _Cost(elapsed_s, self._n_steps)
+
+    def _observe_prompts(self, n_tokens: int, elapsed_s: float) -> None:
+        token_s = elapsed_s / n_tokens
+        if not self._prompt_token_s:
+            self._prompt_token_s = token_s
             return
-        if not usual_s + prompts_s:
-            self._decode_s[n_decoding] = _Cost(elapsed_s, self._n_steps)
-            return
-        surprise = min(elapsed_s / (usual_s + prompts_s), _SURPRISE) - 1
-        if n_decoding:
-            share = usual_s / (usual_s + prompts_s)
-            weight = _SMOOTHING * share if self._is_measured(n_decoding) else 1.0
-            self._decode_s[n_decoding] = _Cost(usual_s * (1 + weight * surprise), self._n_steps)
-        if n_prompt_tokens:
-            weight = _SMOOTHING * min(1.0, n_prompt_tokens / _TELLING_SLICE)
-            self._prompt_token_s *= 1 + weight * surprise
+        surprise = min(token_s / self._prompt_token_s, _SURPRISE) - 1
+        self._prompt_token_s *= 1 + _SMOOTHING * min(1.0, n_tokens / _TELLING_SLICE) * surprise
 
     def _allowed_s(self, load: Load) -> float:
         """How long a step with prompts in it may take."""
@@ -121,12 +131,12 @@ class Budget:
         """The usual step of so many sequences.
 
         One not yet measured is guessed from the nearest smaller: each sequence more costs about what a
-        prompt token does.
+        prompt token does, and no more than each of the others, if a prompt is so deep that its tokens do.
         """
         for n in range(n_decoding, 0, -1):
             cost = self._decode_s[n]
             if cost is not None and self._is_measured(n):
-                return cost.seconds + (n_decoding - n) * self._prompt_token_s
+                return cost.seconds + (n_decoding - n) * min(self._prompt_token_s, cost.seconds / n)
         return n_decoding * self._prompt_token_s
 
     def _is_measured(self, n_decoding: int) -> bool:

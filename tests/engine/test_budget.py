@@ -63,6 +63,15 @@ def test_small_slices_that_cost_more_for_being_mixed_do_not_shrink_the_next() ->
     assert budget.prompt_tokens(load(4, 1)) >= before - 3
 
 
+def test_a_prompt_that_gets_dearer_the_deeper_it_is_does_not_lengthen_the_gap() -> None:
+    budget = learned()
+    for depth in range(300):
+        n_tokens = budget.prompt_tokens(load(4, 1))
+        step_s = 0.020 + n_tokens * TOKEN_S * (1 + depth / 100)
+        budget.observe(4, n_tokens, step_s)
+        assert step_s < 3 * 0.020 or n_tokens == 4
+
+
 def test_before_anything_was_measured_a_slice_is_small() -> None:
     assert 0 < Budget(512, 8).prompt_tokens(load(0, 1)) <= 64
 
