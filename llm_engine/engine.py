@@ -343,7 +343,7 @@ def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -
     return EngineInfo(
         name=file.name,
         aliases=file.aliases,
-        file=model.path.name,
+        file=file.shown,
         n_params=model.n_params,
         n_ctx=n_ctx,
         n_ctx_train=model.n_ctx_train,
