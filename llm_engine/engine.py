@@ -41,7 +41,7 @@ from llm_engine.info import Capacity, EngineInfo, Kept
 from llm_engine.layout import measure
 from llm_engine.loop import Cancel, Close, Disk, Loop, SetPaused, Start
 from llm_engine.memory import available_bytes
-from llm_engine.model import Model, model_params
+from llm_engine.model import Model, fingerprint, model_params
 from llm_engine.sampling import Sampler
 from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
@@ -343,10 +343,10 @@ def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -
     return EngineInfo(
         name=file.name,
         aliases=file.aliases,
-        file=model.path.name,
+        file=file.shown,
         n_params=model.n_params,
         n_ctx=n_ctx,
         n_ctx_train=model.n_ctx_train,
         max_inflight=config.n_slots,
-        fingerprint=model.fingerprint(*settings),
+        fingerprint=fingerprint(file.parts, *settings),
     )

@@ -44,6 +44,11 @@ class ModelFile:
         """All files of a split model, the one file of any other."""
         return tuple(self.path.parent / name for name in split_names(self.path.name))
 
+    @property
+    def shown(self) -> str:
+        """The name of the file, as text."""
+        return _text(self.path.name)
+
 
 def resolve(model: str | None = None, *, url: str | None = None, download: bool = True) -> ModelFile:
     """Find the file that `model` or `url` names, fetching it if need be and `download` allows.
@@ -133,9 +138,14 @@ def _model_file(path: Path, *names: str) -> ModelFile:
     """The file under its own stem, or the first of the names it was asked for by."""
     first = path.parent / split_names(path.name)[0]
     found = _SPLIT.fullmatch(first.name)
-    stem = found["stem"] if found else first.stem
+    stem = _text(found["stem"] if found else first.stem)
     name, *aliases = (*names, stem)
     return ModelFile(path=first, name=name, aliases=tuple(aliases))
+
+
+def _text(name: str) -> str:
+    """A file's name without the bytes that are no text: a model's name goes into JSON."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 # --- the hub ---------------------------------------------------------------------------------------------

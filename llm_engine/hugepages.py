@@ -11,7 +11,6 @@ Source: madvise(2), MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1. Called by: `l
 """
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +28,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 @contextmanager
 def huge_pages() -> Iterator[None]:
     """Have what the process allocates meanwhile lie in huge pages, as far as the system allows."""
-    if sys.platform != "linux":
-        yield
-        return
     before = set(_large_mappings())
     yield
     for start, end in set(_large_mappings()) - before:
@@ -41,12 +37,16 @@ def huge_pages() -> Iterator[None]:
 def _large_mappings() -> Iterator[tuple[int, int]]:
     """First and last address of each writable mapping but a file's and the heap.
 
-    Source: proc_pid_maps(5).
+    Source: proc_pid_maps(5), which escapes the line breaks of a file's name; any other byte may be in it.
     """
-    for line in _MAPS.read_text().splitlines():
+    try:
+        lines = _MAPS.read_bytes().removesuffix(b"\n").split(b"\n")
+    except OSError:  # not Linux, or a Linux that shows no /proc
+        return
+    for line in lines:
         addresses, permissions, _offset, _device, _inode, *name = line.split(maxsplit=5)
-        start, end = (int(address, 16) for address in addresses.split("-"))
-        if not name and permissions.startswith("rw") and end - start >= _WORTH_BYTES:
+        start, end = (int(address, 16) for address in addresses.split(b"-"))
+        if not name and permissions.startswith(b"rw") and end - start >= _WORTH_BYTES:
             yield start, end
 
 

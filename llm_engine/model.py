@@ -6,6 +6,8 @@ the cache of token pieces, which only ever gains equal entries.
 """
 
 import hashlib
+import logging
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -17,10 +19,13 @@ from llm_engine.chat import ChatTemplate
 from llm_engine.config import EngineConfig
 from llm_engine.errors import ModelError
 
+logger = logging.getLogger(__name__)
+
 _DIGEST_HEAD_BYTES = 16 << 20
 _DIGEST_SAMPLES = 64
 _DIGEST_SAMPLE_BYTES = 64 << 10
 _ON_THE_CPU = llama.ModelParams()
+_NOT_LOCKED = re.compile(r"failed to mlock .*?: (?P<reason>.*)")
 
 
 class Model:
@@ -43,10 +48,12 @@ class Model:
 
         Raises: ModelError with the file and llama.cpp's own reason.
         """
-        with llama.collected_errors() as errors:
+        with llama.collected_log() as log:
             pointer = llama.load_model(path, params)
             if not pointer:
-                raise ModelError(str(path), _reason(errors))
+                raise ModelError(str(path), _reason(log.errors))
+            if params.mlock and (refused := _NOT_LOCKED.search(log.text)):
+                logger.warning("the weights may be swapped all the same: %s (ulimit -l)", refused["reason"])
         return cls(path, pointer)
 
     def close(self) -> None:
@@ -92,22 +99,6 @@ class Model:
             control_spellings=self._control_spellings(),
         )
 
-    def fingerprint(self, *settings: object) -> str:
-        """A digest of file, engine build and settings: equal means the same tokens come out.
-
-        The file's head (header, vocabulary, template), its size and samples of its weights are digested,
-        not all of it: a second for a hundred gigabytes rather than minutes.
-        """
-        digest = hashlib.sha256()
-        size = self.path.stat().st_size
-        with self.path.open("rb") as file:
-            digest.update(file.read(_DIGEST_HEAD_BYTES))
-            for i in range(_DIGEST_SAMPLES):
-                file.seek(i * max(0, size - _DIGEST_SAMPLE_BYTES) // (_DIGEST_SAMPLES - 1))
-                digest.update(file.read(_DIGEST_SAMPLE_BYTES))
-        digest.update(repr((size, version("llama-cpp-python"), settings)).encode())
-        return digest.hexdigest()
-
     @property
     def _bos_text(self) -> str:
         return self._text_of(llama.bos_token(self._vocab))
@@ -119,6 +110,25 @@ class Model:
         """Texts that tokenise to something other than text."""
         controls = (t for t in range(self.n_vocab) if llama.token_attr(self._vocab, t))
         return frozenset(llama.token_text(self._vocab, t) for t in controls)
+
+
+def fingerprint(parts: Sequence[Path], *settings: object) -> str:
+    """A digest of a model's files, engine build and settings: equal means the same tokens come out.
+
+    Each file's head (header, vocabulary, template), its size and samples of its weights are digested,
+    not all of it: a second for a hundred gigabytes rather than minutes.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        size = part.stat().st_size
+        digest.update(size.to_bytes(8))
+        with part.open("rb") as file:
+            digest.update(file.read(_DIGEST_HEAD_BYTES))
+            for i in range(_DIGEST_SAMPLES):
+                file.seek(i * max(0, size - _DIGEST_SAMPLE_BYTES) // (_DIGEST_SAMPLES - 1))
+                digest.update(file.read(_DIGEST_SAMPLE_BYTES))
+    digest.update(repr((version("llama-cpp-python"), settings)).encode())
+    return digest.hexdigest()
 
 
 def model_params(config: EngineConfig) -> llama.ModelParams:

@@ -68,9 +68,12 @@ def write_qwen35_like(path: Path) -> None:
     model.write(n_layer=4)
 
 
-def write_sliding_window(path: Path) -> None:
-    """A gemma3: of four layers only the third sees beyond the last `SLIDING_WINDOW` tokens."""
-    model = _RandomModel(path, "gemma3", seed=3)
+def write_sliding_window(path: Path, *, tensors_per_file: int = 0) -> None:
+    """A gemma3: of four layers only the third sees beyond the last `SLIDING_WINDOW` tokens.
+
+    With `tensors_per_file` it is split: the files are `path` with `-00001-of-00004` and so on in their names.
+    """
+    model = _RandomModel(path, "gemma3", seed=3, tensors_per_file=tensors_per_file)
     model.writer.add_sliding_window(SLIDING_WINDOW)
     model.writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
     model.writer.add_rope_dimension_count(_HEAD)
@@ -97,8 +100,8 @@ def _tokenizer() -> Mapping[str, tuple[Any, list[gguf.GGUFValueType]]]:
 class _RandomModel:
     """One GGUF being written: parts of a layer by name, dimensions in llama.cpp's order (inputs first)."""
 
-    def __init__(self, path: Path, arch: str, *, seed: int) -> None:
-        self.writer = gguf.GGUFWriter(path, arch)
+    def __init__(self, path: Path, arch: str, *, seed: int, tensors_per_file: int = 0) -> None:
+        self.writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_file)
         self._rng = np.random.default_rng(seed)
         for key, (value, types) in _tokenizer().items():
             self.writer.add_key_value(key, value, types[0], types[1] if len(types) > 1 else None)

@@ -49,6 +49,13 @@ def test_any_part_of_a_split_model_stands_for_all(tmp_path: Path) -> None:
         assert (found.path, found.name, found.parts) == (paths[0], "big", tuple(paths))
 
 
+def test_a_file_whose_name_is_no_text_gives_the_model_one_that_is(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"odd \xff.gguf")
+    odd.touch()
+    found = resolve(str(odd))
+    assert (found.path, found.name, found.shown) == (odd, "odd \ufffd", "odd \ufffd.gguf")
+
+
 def test_missing_part_of_a_split_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "big-00001-of-00002.gguf").touch()
     text = refusal(str(tmp_path / "big-00001-of-00002.gguf"))

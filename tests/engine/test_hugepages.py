@@ -1,7 +1,9 @@
 """Huge pages, asked of the system that the tests run on."""
 
 import mmap
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="this system gives no huge pages",
 )
 
+PR_SET_THP_DISABLE = 41  # prctl(2)
 N_PAGES = 16
 
 
@@ -62,6 +65,39 @@ def test_what_was_there_before_is_left_alone() -> None:
         pass
     assert n_huge_bytes() == before
     mapping.close()
+
+
+def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"\xff \x0c\n\xe2\x80\xa8.gguf")
+    odd.write_bytes(bytes(mmap.PAGESIZE))
+    with odd.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), huge_pages():
+        pass
+
+
+def test_where_no_mappings_are_told_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> bytes:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", missing)
+    before = n_huge_bytes()
+    with huge_pages():
+        mapping = private()
+    fill(mapping)
+    assert n_huge_bytes() - before < HUGE
+
+
+def test_a_process_that_may_have_none_goes_on_without() -> None:
+    script = f"""if True:
+        import ctypes
+        from tests.engine import test_hugepages as t
+        ctypes.CDLL(None).prctl({PR_SET_THP_DISABLE}, 1, 0, 0, 0)
+        with t.huge_pages():
+            mapping = t.private()
+            t.fill(mapping)
+        assert t.n_huge_bytes() == 0, t.n_huge_bytes()
+        assert mapping[0] == mapping[t.HUGE] == 1
+    """
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_weights_are_copied_into_huge_pages_unless_they_are_mapped(smollm2: Path) -> None:

@@ -61,6 +61,22 @@ async def test_tokens_alone_equal_tokens_in_a_batch(engine: Engine) -> None:
     assert [tokens_of(events) for events in together] == alone
 
 
+@pytest.mark.parametrize("kind", ["smollm2", "hybrid_model", "sliding_model"])
+async def test_prompts_of_several_slices_are_answered_beside_others_as_alone(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    config = EngineConfig(
+        model=str(request.getfixturevalue(kind)), ctx_size=512, max_inflight=4, cache_prompt=False
+    )
+    asks = [greedy("The whale swam on. " * n + "Why?", max_tokens=8) for n in (12, 24, 36)]
+    with Engine.spawn(config) as engine:
+        alone = [await read(engine, ask) for ask in asks]
+        together = await asyncio.gather(*(read(engine, ask) for ask in asks))
+    ends = [events[-1] for events in alone]
+    assert all(isinstance(end, Finished) and 64 < end.n_prompt < 256 - 8 for end in ends), ends
+    assert [tokens_of(events) for events in together] == [tokens_of(events) for events in alone]
+
+
 async def test_what_conversations_take_is_told(engine: Engine) -> None:
     events = await read(engine, greedy(PROMPTS[3]))
     (finished,) = (event for event in events if isinstance(event, Finished))

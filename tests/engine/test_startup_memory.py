@@ -1,4 +1,7 @@
-"""Commands told to take more memory than there is: one line and exit status 1, and nothing is killed."""
+"""Commands told to take more memory than there is: one line and exit status 1, and nothing is killed.
+
+Or to hold it faster than the system allows: one line, and they go on.
+"""
 
 import os
 import re
@@ -26,6 +29,9 @@ HIERARCHIES = [
 ]
 GROUP_BYTES = 1 << 30
 INTO_GROUP = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"')
+
+MAY_LOCK_LITTLE = ("prlimit", "--memlock=65536:65536")
+AS_ANY_USER = ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock")  # root may lock all there is
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +104,14 @@ def test_a_control_group_counts_as_the_machine(group: Path, smollm2: Path) -> No
         r" \(weights 92 MiB, prefix cache up to \d{3} MiB, \d{3} MiB free\)",
         fits.stderr,
     )
+
+
+@pytest.mark.parametrize("mode", [(), ("--mmap",)], ids=["copied", "mapped"])
+def test_weights_that_cannot_be_locked_are_said(smollm2: Path, mode: tuple[str, ...]) -> None:
+    limited = (*MAY_LOCK_LITTLE, *(AS_ANY_USER if os.geteuid() == 0 else ()))
+    if not all(shutil.which(name) for name in ("prlimit", "setpriv")):
+        pytest.skip("no prlimit and setpriv on this machine")
+    ask = ("--model", smollm2, "--prompt", "Say hi.", "--max-tokens", "1", "--max-inflight", "1")
+    done = run(*limited, COMMANDS / "llm-engine", *ask, "--mlock", *mode)
+    assert done.returncode == 0, done.stderr
+    assert "the weights may be swapped all the same: Cannot allocate memory (ulimit -l)" in done.stderr
