@@ -37,6 +37,8 @@ from llm_ingress.wire import (
 
 # A worker's answers come in pieces of a few hundred bytes; an answer in one piece may be large.
 MAX_OPEN_BYTES = 32 * 1024 * 1024
+# A HELLO is one short frame. Whoever takes more messages than that for it is not about to say one.
+MAX_EARLY_MESSAGES = 100
 # A refused worker comes again after so long: a duplicate when the first one's lease may have ended, others
 # when an operator may have done something.
 RETRY_AFTER_S = 30.0
@@ -75,8 +77,21 @@ class Attachment:
         self._on_close = on_close
         self._reader = FrameReader(FROM_WORKER, max_open_bytes=MAX_OPEN_BYTES)
         self._worker_id = 0
+        self._n_early_messages = 0
 
     # What the worker says.
+
+    def note_message(self) -> None:
+        """Note a message of the connection, if only a ping: an empty one costs as much as a short one.
+
+        Raises: ProtocolFault if there are too many.
+        """
+        if self.hello is not None:
+            self._workers.message(self._worker_id)
+            return
+        self._n_early_messages += 1
+        if self._n_early_messages > MAX_EARLY_MESSAGES:
+            raise ProtocolFault(f"{self._n_early_messages} messages and no HELLO")
 
     def feed(self, data: bytes) -> None:
         """Act on what arrived.

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from llm_ingress.certs import CertificateFiles, is_worker_name
 from llm_ingress.certs_cli import add_certs_command
+from llm_ingress.collector import spare_what_is_loaded
 from llm_ingress.control import ControlConfig, serve_control
 from llm_ingress.conversations import Conversations
 from llm_ingress.draining import Drain
@@ -151,6 +152,7 @@ async def _run(args: argparse.Namespace, listener: Listener, conversations: Conv
     reload_on_hangup([control_tls] if listener.tls is None else [control_tls, listener.tls])
     follower = asyncio.create_task(follow([control_tls]))
     print(f"Workers attach at https://{control.endpoint}", flush=True)
+    spare_what_is_loaded()
     try:
         await serve(app, gateway, listener, serving_config(args), drain)
     finally:

@@ -253,6 +253,7 @@ class _Connection:
     async def _receive(self) -> None:
         """Act on the next WebSocket message. Raises: ProtocolFault, WorkerRefused, _Lost."""
         message = await self._ws.receive()
+        self.attachment.note_message()
         match message.type:
             case WSMsgType.BINARY:
                 self.attachment.feed(message.data)

@@ -61,9 +61,10 @@ _SPENT: Mapping[RefusalReason, str] = {
     RefusalReason.SYSTEM_SESSIONS_FULL: "there are as many sessions as may be at once",
 }
 
-# Looked at in one tick. More would hold up the event loop for longer than a refusal may take, so where more
-# are open, each has its turn once in several ticks.
-LANES_PER_TICK = 1000
+# Looked at in one tick. More would hold up the event loop for a good part of what a refusal may take, so with
+# more open there are more ticks, and with very many each has its turn less often.
+LANES_PER_TICK = 100
+MOST_TICK_PARTS = 10
 
 
 class Gateway:
@@ -207,6 +208,11 @@ class Gateway:
             lane.on_change()
 
     # Facts.
+
+    @property
+    def n_tick_parts(self) -> int:
+        """How many ticks there are to be in the time of one, so that each looks at few lanes only."""
+        return min(MOST_TICK_PARTS, 1 + self._placement.pool.n_open // LANES_PER_TICK)
 
     @property
     def is_idle(self) -> bool:

@@ -13,8 +13,8 @@ from llm_ingress.errors import ProtocolFault
 from llm_ingress.lanes import Lane
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
 
-# Frames that move nothing: offers and heartbeats beyond need, lanes it does not hold, empty bodies. A worker
-# may send so many in one second, or that of one second at once.
+# Frames that move nothing (offers and heartbeats beyond need, lanes it does not hold, empty bodies), and
+# messages, whatever is in them. A worker may send so many in one second, or that of one second at once.
 IDLE_FRAMES_PER_S = 20_000
 
 
@@ -55,7 +55,7 @@ class WorkerView:
     heartbeat: Heartbeat | None = None
     credit: int = 0  # lanes it would still take
     n_granted: int = 0  # on this connection
-    n_idle_frames: float = 0.0  # that moved nothing, less what time allows
+    n_idle_frames: float = 0.0  # that moved nothing, and messages, less what time allows
     held: dict[int, Lane] = field(default_factory=dict)
     # Given back by this worker since its last CREDIT: until the next it has no place for them.
     declined: set[int] = field(default_factory=set)

@@ -42,6 +42,8 @@ NO_LANE = LaneRef(0, 0)  # what frames about the whole ring carry
 # A worker may claim so much of itself, and no more.
 MAX_ALIASES = 100
 MAX_INFLIGHT = 65_536
+# Counts are told on in JSON, and added up: no more than all its readers agree on. Source: RFC 8259 section 6.
+MAX_COUNT = 2**53
 
 # How the answer reaches the client is between that and the ingress. Source: RFC 9110, section 7.6.1.
 _OF_THE_CONNECTION = frozenset(
@@ -224,6 +226,8 @@ def _unpack_json(kind: Kind, ref: LaneRef, payload: bytes) -> Message:
             _check_head(message)
         case Hello():
             _check_hello(message)
+            _check_counts(kind, message.model)
+    _check_counts(kind, message)
     return message if kind in OF_RING else OfLane(ref, message)
 
 
@@ -248,6 +252,14 @@ def _check_hello(hello: Hello) -> None:
         raise WireError(f"HELLO: max_inflight is {hello.max_inflight}, must be 1 to {MAX_INFLIGHT}")
     if model.n_ctx < 1:
         raise WireError(f"HELLO: n_ctx is {model.n_ctx}, must be at least 1")
+
+
+def _check_counts(kind: Kind, facts: Any) -> None:
+    """Check every integer; its value may be too long to be told."""
+    for name in facts.__slots__:
+        value = getattr(facts, name)
+        if isinstance(value, int) and not 0 <= value <= MAX_COUNT:
+            raise WireError(f"{kind.name}: {name} is out of range, must be 0 to {MAX_COUNT}")
 
 
 def _check_head(head: Head) -> None:

@@ -182,7 +182,7 @@ async def _first_of(server: asyncio.Task[None], event: asyncio.Event) -> None:
 
 async def _tick(app: Public, gateway: Gateway) -> None:
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TICK_S / gateway.n_tick_parts)
         for tick in (gateway.tick, app.tick):
             try:
                 tick()

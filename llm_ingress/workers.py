@@ -81,6 +81,13 @@ class WorkersSide:
             self._placement.watch_company(self._clock())
             self._placement.serve_all()
 
+    def message(self, worker_id: int) -> None:
+        """Note that a worker has sent something, whatever is in it.
+
+        Raises: ProtocolFault if it floods.
+        """
+        self._note_idle_frame(worker_id)
+
     def detach(self, worker_id: int, why: str) -> None:
         """Forget a worker; what it held goes back to the head of the queue."""
         self._placement.detach(worker_id, why)

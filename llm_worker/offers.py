@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-# For a message there and back. A slot may be kept from others for so long.
-PATIENCE_S = 0.1
+# For a message there and back, on a busy machine too: what is withdrawn sooner may have been granted by then.
+# A slot may be kept from others for so long.
+PATIENCE_S = 0.3
 
 
 @dataclass(slots=True, eq=False)

@@ -107,8 +107,15 @@ class RawWorker:
 @asynccontextmanager
 async def raw_worker(control: Control, files: CertificateFiles) -> AsyncIterator[RawWorker]:
     """A connection that has said nothing yet."""
+    async with raw_worker_at(control.port, files) as worker:
+        yield worker
+
+
+@asynccontextmanager
+async def raw_worker_at(port: int, files: CertificateFiles) -> AsyncIterator[RawWorker]:
+    """The same, to whatever listens for workers on a port of this machine."""
     context = worker_context(files, datetime.now(UTC))
-    url = f"https://localhost:{control.port}/ring"
+    url = f"https://localhost:{port}/ring"
     timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
     async with (
         aiohttp.ClientSession() as session,

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import aiohttp
 import pytest
@@ -15,10 +16,8 @@ from aiohttp import WSMsgType
 from llm_ingress.certs import CertificateFiles
 from llm_ingress.control import Control, ControlConfig, serve_control
 from llm_ingress.errors import CertificateFault, ConfigError
-from llm_ingress.frames import HEADER, pack
+from llm_ingress.frames import pack
 from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneState
-from llm_ingress.outbox import MAX_MESSAGE_BYTES
-from llm_ingress.payloads import Kind
 from llm_ingress.tls import LiveContext, control_context, worker_context
 from llm_ingress.wire import (
     Body,
@@ -27,7 +26,6 @@ from llm_ingress.wire import (
     FinishReason,
     Grant,
     Head,
-    Heartbeat,
     LaneRef,
     LaneSignal,
     Message,
@@ -38,20 +36,11 @@ from llm_ingress.wire import (
     Welcome,
 )
 from tests.certificates import Issued, issue
+from tests.misdeeds import HEARTBEAT, MISDEEDS
 from tests.ring_network import HELLO, RawWorker, another_worker, controlled, open_lane, raw_worker
 
 HEAD = Head(status=200, headers=(("content-type", "text/plain"),))
 END = End(finish_reason=FinishReason.STOP)
-HEARTBEAT = Heartbeat(
-    inflight=0,
-    decoding=0,
-    max_inflight=4,
-    available_slots=4,
-    step_ms=1.0,
-    step_age_s=0.0,
-    kv_promised_tokens=0,
-    tokens_per_second=0.0,
-)
 MIB = 1024 * 1024
 
 
@@ -116,57 +105,45 @@ async def scene(
         yield Scene(gateway, control, bad, lane, good, good_lane)
 
 
-def misdeeds() -> dict[str, tuple[Callable[[RawWorker], Awaitable[object]], str]]:
-    """What a worker may do wrong, and what is logged of it."""
-
-    async def flood(worker: RawWorker) -> None:
-        with suppress(ConnectionError, aiohttp.ClientError):
-            for _ in range(300):
-                await worker.say(*[HEARTBEAT] * 200)
-
-    return {
-        "garbage": (lambda worker: worker.send(b"\xde\xad\xbe\xef" * 100), "no such frame: kind 0xde"),
-        "unknown kind": (lambda worker: worker.send(HEADER.pack(0x30, 0, 0, 0, 0)), "kind 0x30"),
-        "a frame of the ingress": (
-            lambda worker: worker.say(OfLane(LaneRef(1, 1), LaneSignal.CANCEL)),
-            "no such frame: kind 0x44",
-        ),
-        "oversized frame": (
-            lambda worker: worker.send(HEADER.pack(Kind.BODY, 0, 1, 1, 65_537)),
-            "65537 bytes in a frame",
-        ),
-        "oversized message": (lambda worker: worker.send(b"\x04" * (MAX_MESSAGE_BYTES + 1)), "exceeds limit"),
-        "text": (lambda worker: worker.ws.send_str("hello"), "a text message"),
-        "bad JSON": (
-            lambda worker: worker.send(HEADER.pack(Kind.HEARTBEAT, 0, 0, 0, 1) + b"{"),
-            "HEARTBEAT: ",
-        ),
-        "a second HELLO": (lambda worker: worker.say(HELLO), "a second HELLO"),
-        "too much credit": (lambda worker: worker.say(Credit(1, 99)), "credit of 1 beyond 99 lanes seen"),
-        "bytes before the head": (
-            lambda worker: worker.say(Body(LaneRef(2, 1), b"x", b"")),
-            "before the head",
-        ),
-        "flood": (flood, "that move nothing"),
-    }
-
-
-@pytest.mark.parametrize("misdeed", misdeeds())
+@pytest.mark.parametrize("misdeed", MISDEEDS)
 async def test_a_fault_ends_its_connection_with_one_reason_and_touches_nobody_else(
     misdeed: str, issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    commit, reason = misdeeds()[misdeed]
     async with scene(issued, gpu_2) as the:
-        await commit(the.bad)
+        await MISDEEDS[misdeed].commit(the.bad, the.lane.ref)
         await until(lambda: the.lane.state is LaneState.WAITING)
         assert the.lane.attempts == 1
         assert (await the.bad.ended()).type in (WSMsgType.CLOSE, WSMsgType.CLOSED, WSMsgType.ERROR)
         await until(lambda: len(caplog.records) == 1)
         assert caplog.records[0].levelno == logging.WARNING
         assert "worker gpu-1 at 127.0.0.1: " in caplog.text
-        assert reason in caplog.text
+        assert MISDEEDS[misdeed].reason in caplog.text
         assert len(the.gateway.snapshot().workers) == 1
         await the.holds()
+
+
+@pytest.mark.parametrize("message", ["ping", "pong", "empty"])
+@pytest.mark.parametrize("has_said_hello", [True, False])
+async def test_messages_without_a_frame_may_be_a_flood(
+    issued: Issued, message: str, has_said_hello: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_ingress.leases.IDLE_FRAMES_PER_S", 200)
+    async with (
+        controlled(Gateway(GatewayConfig()), issued) as control,
+        raw_worker(control, issued.worker) as raw,
+    ):
+        if has_said_hello:
+            await raw.present()
+        ways: dict[str, Callable[[], Awaitable[None]]] = {
+            "ping": raw.ws.ping,
+            "pong": raw.ws.pong,
+            "empty": partial(raw.send, b""),
+        }
+        with suppress(ConnectionError, aiohttp.ClientError):
+            for _ in range(2000):
+                await ways[message]()
+        why = "over 200 frames in a second that move nothing" if has_said_hello else "messages and no HELLO"
+        assert why in str((await raw.ended()).extra)
 
 
 async def test_a_worker_that_claims_and_never_answers_loses_its_connection_and_not_the_lane(

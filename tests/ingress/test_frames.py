@@ -232,6 +232,13 @@ def odd_hellos() -> Iterator[tuple[Hello, str]]:
         yield replace(HELLO, max_inflight=n), f"max_inflight is {n}, must be 1 to 65536"
 
 
+def odd_heartbeats() -> Iterator[bytes]:
+    """Counts that nobody could tell on in JSON, or divide."""
+    payload = pack(MESSAGES["heartbeat"])[HEADER.size :]
+    for n in (b"-1", b"9007199254740993", b"1" + b"0" * 400):
+        yield ring_frame(Kind.HEARTBEAT, payload.replace(b'"inflight":1,', b'"inflight":' + n + b",", 1))
+
+
 # Any split gives the same messages.
 
 names = st.text(max_size=20)
@@ -360,6 +367,8 @@ def test_a_right_header_before_garbage_is_a_message_or_a_wire_error(kind: Kind, 
         (frame(Kind.FAIL, b'{"message":"m"}'), "FAIL: .*retryable"),
         *((pack(hello), f"HELLO: {reason}") for hello, reason in odd_hellos()),
         (frame(Kind.END, b'{"finish_reason":"tired"}'), "END: .*tired"),
+        *((beat, "HEARTBEAT: inflight is out of range") for beat in odd_heartbeats()),
+        (frame(Kind.END, b'{"finish_reason":"stop","n_prompt":-1}'), "END: n_prompt is out of range"),
         (ring_frame(Kind.HELLO, b"[" * 60_000), "HELLO: "),
         (frame(Kind.BODY, more=1), "an empty frame with more to follow"),
         (

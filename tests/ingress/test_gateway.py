@@ -3,7 +3,7 @@
 import pytest
 
 from llm_ingress.errors import ConfigError, ProtocolFault, RefusalReason, Refused, UnknownModel
-from llm_ingress.gateway import LANES_PER_TICK, GatewayConfig, LaneState, OutcomeReason
+from llm_ingress.gateway import LANES_PER_TICK, MOST_TICK_PARTS, GatewayConfig, LaneState, OutcomeReason
 from llm_ingress.wire import Head, LaneRef
 from tests.ingress.scripted_ring import END, OK, REFUSED, Client, ScriptedRing, card
 
@@ -141,6 +141,18 @@ def test_a_tick_looks_at_so_many_lanes_only_and_at_all_in_several() -> None:
     assert ring.gateway.snapshot().open == 1
     ring.gateway.tick()
     assert ring.gateway.is_idle
+
+
+def test_the_more_lanes_there_are_the_more_ticks_there_are_to_be() -> None:
+    ring = ScriptedRing(GatewayConfig(ring_streams=LANES_PER_TICK * MOST_TICK_PARTS * 2))
+    ring.worker()
+    parts = []
+    for _ in range(ring.gateway.config.ring_streams):
+        parts.append(ring.gateway.n_tick_parts)
+        ring.client()
+    assert parts[:LANES_PER_TICK] == [1] * LANES_PER_TICK
+    assert parts[LANES_PER_TICK] == 2
+    assert parts[-1] == MOST_TICK_PARTS
 
 
 @pytest.mark.parametrize("reason", RefusalReason)

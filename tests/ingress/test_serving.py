@@ -5,9 +5,10 @@ import gc
 import json
 import socket
 import ssl
+import struct
 import subprocess
 from asyncio.sslproto import SSLProtocol
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.h2_flow import ClosingConnection
 from llm_ingress.serving import SEND_BUFFER_BYTES, ServingConfig, listen
 from llm_ingress.tls_memory import READ_BUFFER_BYTES
 from llm_ingress.wire import Grant
@@ -210,6 +212,37 @@ async def test_a_connection_its_client_has_closed_is_closed_at_once(when: str) -
         async with asyncio.timeout(5):
             await reader.read()
         writer.close()
+
+
+@pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
+async def test_a_connection_that_has_ended_needs_no_garbage_collector(is_reset: bool) -> None:
+    gc.collect()
+    gc.disable()
+    others = connections_alive()  # which earlier tests still hold
+    try:
+        async with draining() as (server, worker, _):
+            before = connections_alive()
+            _, writer, _ = await begin(server, worker)
+            assert connections_alive() > before
+            if is_reset:
+                no_time = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_time)
+            writer.transport.abort()
+            await server.counts()
+            await until_equal(connections_alive, before)
+        await until_equal(connections_alive, others)
+    finally:
+        gc.enable()
+
+
+def connections_alive() -> set[int]:
+    return {id(each) for each in gc.get_objects() if isinstance(each, ClosingConnection)}
+
+
+async def until_equal(look: Callable[[], set[int]], wanted: set[int]) -> None:
+    async with asyncio.timeout(5):
+        while look() != wanted:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.01)
 
 
 async def test_the_socket_is_closed_after_it_served() -> None:

@@ -3,6 +3,7 @@
     line = Line.lay()                 # raises LineUnavailable where this machine does not allow it
     line.command([...])               # the same command, to be run at the far end
     line.cut(); line.cut_outward(); line.heal(); line.remove()
+    line.slow_inward(kbit_per_s=16_000)
 
 A network namespace at the end of a virtual cable. Cut, its ends drop every packet they are given, as a pulled
 plug somewhere between would: connections stay open, and nothing is refused.
@@ -70,6 +71,11 @@ class Line:
     def cut_outward(self) -> None:
         """Let nothing through that the far end sends; what is sent to it arrives."""
         _run(*self.command(["tc", "qdisc", "add", "dev", self._far_end, "root", *DROPS_EVERYTHING]))
+
+    def slow_inward(self, kbit_per_s: int) -> None:
+        """Let no more than that through to the far end, from now on; little is queued on the way."""
+        rate = ("rate", f"{kbit_per_s}kbit", "burst", "32kb", "latency", "50ms")
+        _run("tc", "qdisc", "add", "dev", self._near_end, "root", "tbf", *rate)
 
     def heal(self) -> None:
         """Let everything through again."""

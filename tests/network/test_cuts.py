@@ -1,15 +1,16 @@
 """The network between a worker and its ingress, cut and healed: nothing is lost, nothing is said twice.
 
-The worker runs in a network of its own, behind a line that drops what it is given. Its clients are with the
-ingress, and notice nothing.
+The worker runs in a network of its own, behind a line that drops what it is given, or lets little through.
+Its clients are with the ingress, and notice nothing.
 """
 
 import asyncio
 
+import openai
 import pytest
 
 from tests.network.chat import Chat, ask, sdk_of
-from tests.network.fleet import Fleet, Ingress, Worker
+from tests.network.fleet import Fleet, Ingress, Worker, until
 from tests.network.line import Line
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 STORY = "Tell a story about a lighthouse."
 N_TOKENS = 200
 SHORT_CUT_S = 2.0
+SOON_S = 1.0
 SAMPLED = {"temperature": 1, "seed": 7}
 
 
@@ -112,6 +114,25 @@ async def test_a_healed_cut_costs_the_one_attempt_that_was_lost(line: Line, flee
         await ingress.until_says("nothing heard from it for 2 s")
         line.heal()
         assert (await chat.rest()).text == undisturbed.text
+    await ingress.quiet()
+
+
+async def test_a_request_of_10_mib_on_a_slow_line_does_not_hold_up_the_end_of_another(
+    line: Line, fleet: Fleet
+) -> None:
+    ingress, far = await fleet_with_line(fleet, line)
+    async with sdk_of(ingress) as sdk:
+        chat = await Chat.begin(sdk, STORY, max_tokens=2 * N_TOKENS)
+        await chat.read(5)
+        line.slow_inward(kbit_per_s=16_000)  # 5 s for the long one
+        long = asyncio.create_task(ask(sdk, "word " * 2 * 1024 * 1024))
+        await ingress.until(lambda health: health["workers"][0]["lanes"] == 2)
+        assert far.health()["decoding"]
+        await chat.leave()
+        await until(lambda: not far.health()["decoding"], f"{far} has stopped", SOON_S)
+        assert not long.done()
+        with pytest.raises(openai.BadRequestError):
+            await long
     await ingress.quiet()
 
 
