@@ -101,7 +101,8 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="prompt tokens of one step (default: as many as measured step times allow)",
+        help="prompt tokens of one step, of one prompt within --batch-invariant's"
+        " (default: as many as measured step times allow)",
     )
 
 

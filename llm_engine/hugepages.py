@@ -5,8 +5,9 @@ machine a walk costs twice: with one sequence a tenth of the step. Linux gives h
 them (`madvise` is its usual setting), but llama.cpp has allocated and filled its buffers by the time anybody
 could ask: so they are asked for, and the pages that are filled already are collapsed on the spot.
 
-Where the system has none to give, everything stays as it was. Weights that are mapped from a file cannot
-have them; `llama.py` copies the weights therefore.
+Where the system has none to give, everything stays as it was: on a kernel before 6.1 what is filled already,
+near the limit of a control group what does not fit, and all where the administrator wants none. Weights that
+are mapped from a file cannot have them; `llama.py` copies the weights therefore.
 Source: madvise(2), MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1. Called by: `llama.py`.
 """
 
@@ -20,18 +21,33 @@ _WORTH_BYTES = 2 * HUGE  # smaller mappings are stacks and arenas
 
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _MAPS = Path("/proc/self/maps")
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @contextmanager
-def huge_pages() -> Iterator[None]:
-    """Have what the process allocates meanwhile lie in huge pages, as far as the system allows."""
+def huge_pages(setting: Path = _SETTING) -> Iterator[None]:
+    """Have what the process allocates meanwhile lie in huge pages, as far as the system allows.
+
+    Thread: any. What other threads map meanwhile is taken along; what they have unmapped is refused.
+    """
+    if not _are_wanted(setting):
+        yield
+        return
     before = set(_large_mappings())
     yield
     for start, end in set(_large_mappings()) - before:
         _collapse(-(-start // HUGE) * HUGE, end // HUGE * HUGE)
+
+
+def _are_wanted(setting: Path) -> bool:
+    """Whether the system has huge pages and may give some: MADV_COLLAPSE itself does not ask."""
+    try:
+        return "[never]" not in setting.read_text()
+    except OSError:
+        return False
 
 
 def _large_mappings() -> Iterator[tuple[int, int]]:

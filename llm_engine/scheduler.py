@@ -23,6 +23,11 @@ Addressed: TypeAlias = tuple[Hashable, Event]
 # behind a long document does not wait for all of it.
 _SHORTEST_SHARE = 4
 
+# Up to so many cells llama.cpp's CPU backend computes a token that is alone in its call as it does beside
+# others; from there on it takes another path through attention, and rounds differently.
+# Source: ggml_compute_forward_flash_attn_ext_f16, `use_split_kv_path`; caches are padded to 256 cells.
+_ALIKE_UP_TO = 256
+
 
 class Vocabulary(Protocol):
     """What the scheduler must know of tokens."""
@@ -155,9 +160,9 @@ class Scheduler:
         """Every running sequence gets its token; `n_prompt_tokens` more are shared among prompts."""
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
-        ready = {s: self._slots.n_ready(s) for s in active if not s.is_decoding}
-        prompts = {s: min(n, self._prompt_slice) for s, n in ready.items() if n}
-        plan = Plan.of(decoding, _share(prompts, n_prompt_tokens))
+        ready = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
+        shares = _share({s: min(n, self._prompt_slice) for s, n in ready.items()}, n_prompt_tokens)
+        plan = Plan.of(decoding, _in_company(shares, ready, decoding))
         self._last = plan if len(decoding) == len(active) else None
         return plan
 
@@ -212,10 +217,10 @@ class Scheduler:
         self._slots.release(sequence, keep=keep_cells)
 
 
-def _share(prompts: dict[Sequence, int], n_tokens: int) -> list[Slice]:
+def _share(prompts: dict[Sequence, int], n_tokens: int) -> dict[Sequence, int]:
     """Divide a step's prompt tokens: the oldest prompt first, but a part for the one with least left.
 
-    `prompts` says how many each can take.
+    `prompts` says how many each can take; the result is without those that get none.
     """
     shares = dict.fromkeys(prompts, 0)
     if len(prompts) > 1:
@@ -226,4 +231,28 @@ def _share(prompts: dict[Sequence, int], n_tokens: int) -> list[Slice]:
         more = min(left, n_ready - shares[sequence])
         shares[sequence] += more
         left -= more
-    return [Slice.of(sequence, share) for sequence, share in shares.items() if share]
+    return {sequence: share for sequence, share in shares.items() if share}
+
+
+def _in_company(
+    shares: dict[Sequence, int], ready: dict[Sequence, int], decoding: Iterable[Slice]
+) -> list[Slice]:
+    """Slices of these shares, shortened where llama.cpp would compute a token of a long prompt by itself.
+
+    It computes slots that follow each other together, as far as the shortest of their slices goes, and then
+    what is left of the others. So of a slice one longer than both its neighbours a token is left alone, and
+    1 or 2 tokens left of a prompt might be: beside nobody, or beside one that decodes.
+    """
+    lengths = {part.sequence.slot: 1 for part in decoding}
+    is_long = {s: s.n_computed + ready[s] > _ALIKE_UP_TO for s in shares}
+    for sequence in sorted(shares, key=lambda s: (is_long[s], s.slot)):
+        share = shares[sequence]
+        beside = [lengths.get(sequence.slot + step, 0) for step in (-1, 1)]
+        fit = (
+            n
+            for n in range(share, 0, -1)
+            if n - max(beside) != 1 and n + 1 not in beside and ready[sequence] - n not in (1, 2)
+        )
+        # Of very few tokens none may fit: it moves on all the same.
+        lengths[sequence.slot] = next(fit, share) if is_long[sequence] else share
+    return [Slice.of(sequence, lengths[sequence.slot]) for sequence in shares]

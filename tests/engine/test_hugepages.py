@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,6 +22,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 PR_SET_THP_DISABLE = 41  # prctl(2)
+# Of what is filled already; MADV_COLLAPSE is of Linux 6.1.
+collapses = pytest.mark.skipif(
+    [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [6, 1], reason="this kernel collapses none"
+)
+
 N_PAGES = 16
 
 
@@ -31,7 +37,10 @@ def n_huge_bytes() -> int:
 
 
 def private() -> mmap.mmap:
-    return mmap.mmap(-1, N_PAGES * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """A mapping that has no huge pages of itself, on a system that gives them to everybody neither."""
+    mapping = mmap.mmap(-1, N_PAGES * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapping
 
 
 def fill(mapping: mmap.mmap) -> None:
@@ -39,6 +48,7 @@ def fill(mapping: mmap.mmap) -> None:
         mapping[start] = 1
 
 
+@collapses
 def test_what_was_filled_already_is_collapsed() -> None:
     before = n_huge_bytes()
     with huge_pages():
@@ -100,6 +110,21 @@ def test_a_process_that_may_have_none_goes_on_without() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.parametrize("text", [None, "always madvise [never]\n"])
+def test_where_none_are_wanted_none_are_taken(tmp_path: Path, text: str | None) -> None:
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    before = n_huge_bytes()
+    with huge_pages(setting):
+        mapping = private()
+        fill(mapping)
+    assert n_huge_bytes() == before
+    mapping.close()
+
+
+@collapses
+@pytest.mark.model
 def test_weights_are_copied_into_huge_pages_unless_they_are_mapped(smollm2: Path) -> None:
     before = n_huge_bytes()
     mapped = Model.load(smollm2, llama.ModelParams(mmap=True))

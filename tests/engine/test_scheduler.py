@@ -8,7 +8,7 @@ from llm_engine.diskcache import DiskCache
 from llm_engine.errors import BackendError
 from llm_engine.generation import Delta, Failed, Finished, StopReason
 from llm_engine.sampling import Sampler, SamplingParams
-from llm_engine.scheduler import Addressed, Plan, Scheduler
+from llm_engine.scheduler import Addressed, Plan, Scheduler, Slice
 from llm_engine.sequence import Sequence
 from llm_engine.slots import Slots
 from llm_engine.store import Store
@@ -87,6 +87,96 @@ def test_prompt_slices_use_the_whole_allowance_and_no_more(lengths: list[int], a
     plan = made.plan(allowance)
     assert plan.n_prompt_tokens == min(allowance, sum(lengths))
     assert all(part.n_tokens <= part.sequence.n_pending for part in plan.slices)
+
+
+# --- no token of a long prompt is computed alone ------------------------------------------------------------
+
+
+def computed_together(plan: Plan) -> list[list[Sequence]]:
+    """Who is in each of llama.cpp's calls for a plan: a sequence for every token.
+
+    Source: llama_batch_allocr::split_equal, as it is called with a stream for each sequence.
+    """
+    left = {part.sequence: part.n_tokens for part in plan.slices}
+    calls = []
+    while left:
+        together: list[Sequence] = []
+        for sequence in left:
+            if not together or sequence.slot == together[-1].slot + 1:
+                together.append(sequence)
+        n_tokens = min(left[sequence] for sequence in together)
+        calls.append(together * n_tokens)
+        left = {s: n - n_tokens * (s in together) for s, n in left.items()}
+        left = {s: n for s, n in left.items() if n}
+    return calls
+
+
+def alone(plan: Plan) -> list[object]:
+    """The prompts of which one token is computed by itself, where that rounds differently."""
+    ends = {part.sequence: part.sequence.n_computed + part.n_tokens for part in plan.slices}
+    calls = computed_together(plan)
+    return [
+        call[0].key for call in calls if len(call) == 1 and not call[0].is_decoding and ends[call[0]] > 256
+    ]
+
+
+def deep(made: Scheduler, *, n_computed: int = 300) -> None:
+    """Have every prompt computed as far as that."""
+    for each in made.all_sequences():
+        made.commit(Plan.of([], [Slice.of(each, n_computed)]), [], now=2.0)
+
+
+def test_a_prompt_never_has_one_token_left_nor_two() -> None:
+    for n_left, n_tokens in ((63, 63), (64, 61), (65, 62), (66, 63)):
+        made = scheduler(sequence("a", n_prompt=300 + n_left), prompt_slice=63)
+        deep(made)
+        assert shape(made.plan(100)) == [("a", n_tokens)]
+
+
+def test_of_two_prompts_side_by_side_neither_has_a_token_more_than_the_other() -> None:
+    made = scheduler(sequence("a", n_prompt=319), sequence("b", n_prompt=320))
+    deep(made)
+    assert shape(made.plan(100)) == [("a", 19), ("b", 17)]
+    assert shape(made.plan(38)) == [("a", 19), ("b", 17)]
+    assert shape(made.plan(35)) == [("a", 19), ("b", 16)]
+
+
+def test_a_prompt_beside_a_decoding_sequence_has_more_than_a_token_beyond_it() -> None:
+    made = scheduler(sequence("stream"), sequence("a", n_prompt=320))
+    made.commit(Plan.of([], [Slice.of(made.all_sequences()[0], 3)]), [ord("x")], now=2.0)
+    made.commit(Plan.of([], [Slice.of(made.all_sequences()[1], 300)]), [], now=2.0)
+    assert shape(made.plan(2)) == [("stream", 1), ("a", 1)]
+    assert shape(made.plan(4)) == [("stream", 1), ("a", 4)]
+
+
+def test_short_prompts_are_computed_as_they_come() -> None:
+    made = scheduler(sequence("a", n_prompt=39), sequence("b", n_prompt=40))
+    assert shape(made.plan(100)) == [("a", 39), ("b", 40)]
+
+
+@given(
+    asked=st.lists(st.tuples(st.integers(1, 700), st.integers(1, 40)), min_size=1, max_size=8),
+    pauses=st.lists(st.integers(0, 7), max_size=4),
+    allowances=st.lists(st.integers(1, 200), min_size=1, max_size=20),
+)
+def test_only_of_a_few_tokens_one_is_ever_computed_alone(
+    asked: list[tuple[int, int]], pauses: list[int], allowances: list[int]
+) -> None:
+    """Of six tokens or more there is always a number that fits; of a neighbour there may be one more."""
+    prompts = [sequence(str(i), n_prompt=n, max_tokens=n_out) for i, (n, n_out) in enumerate(asked)]
+    made = scheduler(*prompts, n_slots=5, prompt_slice=63)
+    n_turns = 0
+    while made.all_sequences():
+        if n_turns < len(pauses):  # leaves a hole
+            made.set_paused(str(pauses[n_turns]), n_turns % 2 == 0)
+        for each in made.all_sequences() if n_turns == len(pauses) else ():
+            made.set_paused(each.key, False)
+        made.admit(now=1.0, n_admissible=5)
+        plan = made.plan(allowances[n_turns % len(allowances)])
+        taken = dict(shape(plan))
+        assert all(taken[key] <= 6 for key in alone(plan))
+        made.commit(plan, [ord("x")] * len(plan.sampled), now=2.0)
+        n_turns += 1
 
 
 def test_sequences_beyond_the_slots_wait_and_join_when_one_leaves() -> None:

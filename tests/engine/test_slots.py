@@ -235,7 +235,7 @@ def test_a_prompt_that_shares_little_neither_waits_nor_moves_cells() -> None:
 @KINDS
 def test_an_answer_asked_for_again_is_computed_from_the_end_of_its_prompt(trim: Trim) -> None:
     world = World(trim)
-    prompt = [*words(1, 100), END_OF_TURN, 5, 6, 7]
+    prompt = [*words(1, 100), END_OF_TURN, 5, 6, 7, 8]
     world.answer("first", prompt)
     n_cached = world.answer("again", prompt).n_cached
     assert n_cached == (102 if trim is not Trim.NOWHERE else 101)

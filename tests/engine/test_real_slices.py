@@ -1,0 +1,131 @@
+"""Batch invariance on real llama.cpp: however a prompt is sliced and whatever runs beside it, its first token
+is drawn from the same logits, bit for bit.
+
+Of prompts beyond 256 tokens, from where on a query that is alone takes another path through attention.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from llm_engine import llama
+from llm_engine.backend import LlamaBackend, context_params
+from llm_engine.config import EngineConfig
+from llm_engine.diskcache import DiskCache
+from llm_engine.model import Model
+from llm_engine.sampling import Sampler, SamplingParams
+from llm_engine.scheduler import Scheduler
+from llm_engine.sequence import Sequence as Generation
+from llm_engine.slots import Slots
+from llm_engine.store import Store
+from llm_engine.text import TextAssembler
+
+pytestmark = pytest.mark.model
+
+N_CTX, N_SLOTS = 512, 3
+N_PROMPT = 271  # tokens: one is left after 5 x 54 of them, and after 10 x 27
+USUAL = 50  # prompt tokens of a step, which leave 21
+
+
+class Steps:
+    """The engine's steps, taken by hand on cells that hold nothing yet."""
+
+    def __init__(self, model: Model, backend: LlamaBackend, prompt_slice: int) -> None:
+        for n in range(N_SLOTS):
+            backend.cut(n, 0)
+        store = Store(1 << 30, DiskCache())
+        slots = Slots(N_SLOTS, backend, store, is_end_of_turn=model.is_end_of_generation)
+        self._scheduler = Scheduler(slots, model, prompt_slice)
+        self._backend = backend
+        self._logits: dict[str, llama.Logits] = {}  # of first tokens
+
+    def ask(self, key: str, prompt: Sequence[int], *, max_tokens: int = 1) -> None:
+        generation = Generation(
+            key=key,
+            tokens=[*prompt],
+            n_prompt=len(prompt),
+            max_tokens=max_tokens,
+            sampler=Sampler(SamplingParams(temperature=0), seed=0, choice=0, prompt=prompt),
+            text=TextAssembler(()),
+        )
+        self._scheduler.enqueue(generation)
+
+    def first_logits(self, key: str, n_prompt_tokens: int = USUAL) -> llama.Logits:
+        """Step, with so many tokens of prompts, until they are there."""
+        while key not in self._logits:
+            self._scheduler.admit(now=1.0, n_admissible=N_SLOTS)
+            plan = self._scheduler.plan(n_prompt_tokens)
+            rows = self._backend.run(plan)
+            for part, row in zip(plan.sampled, rows, strict=True):
+                self._logits.setdefault(str(part.sequence.key), row.copy())
+            self._scheduler.commit(plan, rows.argmax(axis=1).tolist(), now=1.0)
+        return self._logits[key]
+
+
+Begin: TypeAlias = Callable[[], Steps]
+Alone: TypeAlias = Callable[[int, int], llama.Logits]  # of how many tokens, of which seed
+
+
+@pytest.fixture(scope="module", params=["smollm2", "hybrid_model", "sliding_model"])
+def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
+    path = request.getfixturevalue(request.param)
+    config = EngineConfig(model=str(path), max_inflight=N_SLOTS)
+    model = Model.load(path)
+    backend = LlamaBackend.create(model, context_params(config, N_CTX), "any")
+    yield lambda: Steps(model, backend, config.prompt_slice)
+    backend.close()
+    model.close()
+
+
+def words(n_tokens: int, seed: int) -> list[int]:
+    chance = np.random.default_rng(seed)
+    return [int(token) for token in chance.integers(1000, 40_000, n_tokens)]
+
+
+@pytest.fixture(scope="module")
+def alone(begin: Begin) -> Alone:
+    """What a prompt gives in the usual slices, beside nobody."""
+
+    @cache
+    def first_logits(n_tokens: int, seed: int) -> llama.Logits:
+        steps = begin()
+        steps.ask("alone", words(n_tokens, seed))
+        return steps.first_logits("alone")
+
+    return first_logits
+
+
+@pytest.mark.parametrize("n_prompt_tokens", [27, 54])
+def test_alone_in_other_slices(begin: Begin, alone: Alone, n_prompt_tokens: int) -> None:
+    steps = begin()
+    steps.ask("a", words(N_PROMPT, 1))
+    assert np.array_equal(steps.first_logits("a", n_prompt_tokens), alone(N_PROMPT, 1))
+
+
+def test_beside_a_prompt_that_is_a_token_shorter(begin: Begin, alone: Alone) -> None:
+    steps = begin()
+    steps.ask("long", words(N_PROMPT, 1))
+    steps.ask("short", words(N_PROMPT - 1, 2))
+    assert np.array_equal(steps.first_logits("long", 2 * 63), alone(N_PROMPT, 1))
+    assert np.array_equal(steps.first_logits("short", 2 * 63), alone(N_PROMPT - 1, 2))
+
+
+def test_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) -> None:
+    """Two tokens are left after 5 x 54: one is computed with the other sequence's, and one by itself."""
+    steps = begin()
+    steps.ask("stream", words(20, 3), max_tokens=100)
+    steps.first_logits("stream")
+    steps.ask("a", words(N_PROMPT + 1, 1))
+    assert np.array_equal(steps.first_logits("a", 54), alone(N_PROMPT + 1, 1))
+
+
+def test_asked_again_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) -> None:
+    steps = begin()
+    steps.ask("stream", words(20, 3), max_tokens=100)
+    steps.ask("a", words(N_PROMPT, 1))
+    steps.first_logits("a")
+    steps.ask("again", words(N_PROMPT, 1))
+    assert np.array_equal(steps.first_logits("again"), alone(N_PROMPT, 1))
