@@ -7,13 +7,12 @@ Called by: `loop.py`, and for the cells of a slot `slots.py`.
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
 
-import numpy as np
-
 from llm_engine import llama
 from llm_engine.config import EngineConfig
 from llm_engine.errors import BackendError, ModelError
 from llm_engine.hostcache import KvState
 from llm_engine.model import Model
+from llm_engine.pages import state_buffer
 from llm_engine.prefix import Trim
 from llm_engine.scheduler import Plan
 from llm_engine.slots import Cells, KvCost
@@ -44,7 +43,7 @@ class LlamaBackend:
         self._context = context
         self._fingerprint = fingerprint
         self._n_seq_max = params.n_seq_max
-        self._copied = np.empty(0, np.uint8)  # on the way from one slot to another
+        self._copied = state_buffer(0)  # on the way from one slot to another
         self._batch = llama.Batch(params.n_batch, params.n_ctx // params.n_seq_max)
         self._logits = llama.LogitsViews(context, model.n_vocab)
 
@@ -84,7 +83,7 @@ class LlamaBackend:
 
     def fetch(self, slot: int, *, checkpoint: bool) -> KvState:
         try:
-            buffer = np.empty(self.n_state_bytes(slot, checkpoint=checkpoint), np.uint8)
+            buffer = state_buffer(self.n_state_bytes(slot, checkpoint=checkpoint))
         except MemoryError as error:
             raise BackendError("no memory for the state of a sequence") from error
         data = llama.get_state(self._context, self._seq_id(slot), buffer, partial=checkpoint)
@@ -103,7 +102,7 @@ class LlamaBackend:
         """
         n_bytes = self.n_state_bytes(source, checkpoint=False)
         if n_bytes > self._copied.nbytes:
-            self._copied = np.empty(n_bytes, np.uint8)
+            self._copied = state_buffer(n_bytes)
         data = llama.get_state(self._context, self._seq_id(source), self._copied[:n_bytes], partial=False)
         llama.set_state(self._context, self._seq_id(target), data, partial=False)
 

@@ -78,6 +78,13 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
         help="context of each slot, prompt and answer (default: %(default)s, at most the model's)",
     )
     engine.add_argument(
+        "--max-kv-mib-per-session",
+        type=int,
+        default=512,
+        metavar="MIB",
+        help="KV of one conversation; a context that would take more is shorter (default: %(default)s)",
+    )
+    engine.add_argument(
         "--batch-size",
         type=int,
         default=512,
@@ -207,6 +214,7 @@ def engine_config(
         download=not args.no_download,
         max_inflight=args.max_inflight,
         ctx_size=args.ctx_size,
+        max_kv_mib_per_session=args.max_kv_mib_per_session,
         max_tokens=max_tokens,
         threads=args.threads,
         n_gpu_layers=args.n_gpu_layers,

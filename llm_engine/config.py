@@ -7,13 +7,15 @@ from pathlib import Path
 from llm_engine.errors import ConfigError
 
 MAX_SLOTS = 256
+CTX_MIN = 16  # tokens of a slot
 
 _RANGES = {
     "max_inflight": (1, MAX_SLOTS),
     "target_step_ms": (0, 60_000),
     "prefill_chunk": (1, 1 << 16),
     "max_waiting": (0, 100_000),
-    "ctx_size": (16, 1 << 24),
+    "ctx_size": (CTX_MIN, 1 << 24),
+    "max_kv_mib_per_session": (1, 1 << 24),
     "max_tokens": (1, 1 << 24),
     "threads": (1, 1024),
     "n_gpu_layers": (-1, 10_000),
@@ -46,6 +48,7 @@ class EngineConfig:
     prefill_chunk: int | None = None  # prompt tokens of a step; None: as step times allow
     max_waiting: int = 64  # requests accepted beyond the slots
     ctx_size: int = 4096  # tokens per slot, at most the model's own
+    max_kv_mib_per_session: int = 512  # a slot holds fewer tokens where their KV would take more
     max_tokens: int = 4096  # when a request names none
     threads: int | None = None  # None: every core this process may use
     n_gpu_layers: int = 0  # -1: all

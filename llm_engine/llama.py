@@ -289,11 +289,13 @@ def tokenize(v: VocabPointer, text: str, *, add_special: bool, parse_special: bo
     """Text to token ids; releases the GIL. Source: llama_tokenize."""
     data = text.encode("utf-8")
     capacity = len(data) + 8
-    tokens = (c.llama_token * capacity)()
-    n_tokens = c.llama_tokenize(v, data, len(data), tokens, capacity, add_special, parse_special)
+    tokens = np.empty(capacity, np.int32)  # ctypes would make a new type for every length
+    pointer = _pointer(tokens, c.llama_token)
+    n_tokens = c.llama_tokenize(v, data, len(data), pointer, capacity, add_special, parse_special)
     if n_tokens < 0:
         raise BackendError(f"tokenising {len(data)} bytes needs {-n_tokens} tokens, more than {capacity}")
-    return list(tokens[:n_tokens])
+    found: list[int] = tokens[:n_tokens].tolist()
+    return found
 
 
 def chat_template(model: ModelPointer) -> str | None:
@@ -380,7 +382,8 @@ class Batch:
 
 
 def _pointer(array: npt.NDArray[Any], ctype: Any) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctype))
+    """To its first element; the caller keeps the array. What numpy's own `data_as` makes is a cycle."""
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctype))
 
 
 def decode(context: ContextPointer, batch: Batch) -> int:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-import numpy as np
 import orjson
 
 from llm_engine.errors import SessionFileError
 from llm_engine.hostcache import KvState
+from llm_engine.pages import state_buffer
 from llm_engine.prefix import Run
 
 FILE_MODE = 0o600  # it holds what users wrote
@@ -85,7 +85,7 @@ def read_state(path: Path) -> KvState:
     """
     with path.open("rb") as file:
         header = _read_header(file)
-        data = np.empty(header.n_bytes, np.uint8)
+        data = state_buffer(header.n_bytes)
         n_read = file.readinto(data.data)
     if n_read != header.n_bytes or zlib.crc32(data.data) != header.checksum:
         raise SessionFileError("the checksum of its state is wrong")

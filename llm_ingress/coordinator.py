@@ -3,6 +3,7 @@
 Pure: snapshots in, JSON out. Called by: `public.py`.
 """
 
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from llm_ingress.conversations import ConversationsSnapshot
@@ -49,6 +50,7 @@ def stats(ring: GatewaySnapshot, kept: ConversationsSnapshot) -> Json:
         "finished": ring.finished,
         "cancelled": ring.cancelled,
         "failed": ring.failed,
+        "budgets": asdict(ring.budgets),
         **workers(ring),
     }
 
@@ -65,6 +67,9 @@ def _worker(worker: WorkerSnapshot) -> Json:
         "granted": worker.n_granted,
         "max_inflight": None if beat is None else beat.max_inflight,
         "available_slots": None if beat is None else beat.available_slots,
+        "sessions": None if beat is None else beat.sessions,
+        "kv_bytes": None if beat is None else beat.kv_bytes,
+        "kv_promised_bytes": None if beat is None else beat.kv_promised_bytes,
         "kv_promised_tokens": None if beat is None else beat.kv_promised_tokens,
         "tokens_per_second": None if beat is None else beat.tokens_per_second,
     }

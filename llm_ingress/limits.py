@@ -78,6 +78,9 @@ class BudgetFacts:
     max_kv_bytes: int
     in_flight_decodes: int
     max_in_flight_decodes: int
+    max_sessions_per_worker: int
+    max_kv_bytes_per_worker: int
+    max_in_flight_decodes_per_worker: int | None  # None: its slots
 
 
 class Session(NamedTuple):
@@ -248,6 +251,9 @@ class Limits:
             max_kv_bytes=self.budgets.kv_bytes,
             in_flight_decodes=self._n_decodes,
             max_in_flight_decodes=self.budgets.max_in_flight_decodes,
+            max_sessions_per_worker=self.budgets.max_sessions_per_worker,
+            max_kv_bytes_per_worker=self.budgets.kv_bytes_per_worker,
+            max_in_flight_decodes_per_worker=self.budgets.max_in_flight_decodes_per_worker,
         )
 
 

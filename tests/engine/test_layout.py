@@ -1,6 +1,7 @@
 """What an engine will take, as it is laid out, against what llama.cpp then allocates."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from llm_engine import layout, llama
 from llm_engine.backend import context_params
 from llm_engine.config import EngineConfig
-from llm_engine.errors import ModelError
-from llm_engine.layout import Layout, measure
+from llm_engine.engine import Engine
+from llm_engine.errors import ConfigError, ModelError
+from llm_engine.generation import Finished, GenerateRequest, StopReason
+from llm_engine.layout import Layout, measure, n_tokens_allowed
 from llm_engine.model import Model, model_params
 
 MIB = 1 << 20
@@ -46,9 +49,23 @@ def allocated_bytes(path: Path, config: EngineConfig, n_ctx: int) -> tuple[float
 
 
 def test_cells_and_states_are_told_apart() -> None:
-    assert Layout.parse(HYBRID_LOG) == Layout(
-        cells_bytes=4 * MIB, state_bytes=MIB // 4, scratch_bytes=2 * MIB
+    assert Layout.parse(HYBRID_LOG, n_cells=4096) == Layout(
+        n_cells=4096, cells_bytes=4 * MIB, state_bytes=MIB // 4, scratch_bytes=2 * MIB
     )
+
+
+def test_a_conversation_has_its_state_and_so_many_tokens_within_its_bytes() -> None:
+    hybrid = Layout.parse(HYBRID_LOG, n_cells=4096)  # 64 KiB of state a slot, 1 KiB a token
+    assert n_tokens_allowed(hybrid, EngineConfig(max_inflight=4, max_kv_mib_per_session=1)) == 1024 - 64
+    assert n_tokens_allowed(hybrid, EngineConfig(max_inflight=4, max_kv_mib_per_session=3)) == 3072 - 64
+
+
+def test_a_bound_in_which_no_conversation_has_room_is_refused_by_name() -> None:
+    large = Layout(n_cells=512, cells_bytes=100 * MIB, state_bytes=4 * MIB, scratch_bytes=0)
+    with pytest.raises(ConfigError, match="max_kv_mib_per_session is 4, must be at least 5 for this model"):
+        n_tokens_allowed(large, EngineConfig(max_inflight=4, max_kv_mib_per_session=4))
+    least = EngineConfig(max_inflight=4, max_kv_mib_per_session=5)
+    assert n_tokens_allowed(large, least) >= 16
 
 
 @pytest.mark.model
@@ -83,6 +100,30 @@ def test_slots_hold_no_more_than_the_model_was_made_for(sliding_model: Path) -> 
     footprint = measure(sliding_model, EngineConfig(max_inflight=2, ctx_size=1_000_000))
     assert (footprint.n_slots, footprint.n_ctx) == (2, 2048)
     assert footprint.weights_bytes == pytest.approx(sliding_model.stat().st_size, rel=0.3)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", ["smollm2", "sliding_model"])
+def test_a_slot_holds_no_more_tokens_than_their_kv_may_take(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    path, config = request.getfixturevalue(kind), EngineConfig(max_inflight=2, ctx_size=2048)
+    whole = measure(path, config)
+    footprint = measure(path, replace(config, max_kv_mib_per_session=1))
+    assert 0.9 * MIB < footprint.n_ctx * whole.kv_bytes / (2 * whole.n_ctx) <= MIB
+    assert caplog.messages == [
+        f"a slot holds {footprint.n_ctx} tokens, not 2048: KV of one conversation takes 1 MiB at most"
+    ]
+
+
+@pytest.mark.model
+def test_a_conversation_ends_where_its_kv_would_take_more_than_it_may(smollm2: Path) -> None:
+    config = EngineConfig(model=str(smollm2), max_inflight=1, max_kv_mib_per_session=1)
+    with Engine.spawn(config) as engine:
+        *_, end = engine.submit(GenerateRequest.user("Tell a long story.", max_tokens=1000))
+        assert isinstance(end, Finished)
+        assert (end.reason, end.n_prompt + end.n_completion) == (StopReason.LENGTH, engine.info.n_ctx)
+        assert 0.9 * MIB < engine.kept().slots.n_bytes <= MIB
 
 
 @pytest.mark.model

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from llm_ingress.conversations import Conversations
-from llm_ingress.gateway import Gateway, GatewayConfig
+from llm_ingress.gateway import AtCap, Budgets, Gateway, GatewayConfig
 from llm_ingress.history import HistoryConfig
 from llm_ingress.public import PublicConfig
 from llm_ingress.tenants import Tenancy, TenantBy
@@ -309,6 +309,40 @@ async def test_without_workers_a_turn_is_refused() -> None:
         assert (response.status_code, error_of(response)["reason"]) == (503, "no_workers")
 
 
+@pytest.mark.parametrize(
+    ("spent", "reason"),
+    [
+        ({"max_in_flight_decodes": 1}, "system_in_flight_decode_full"),
+        ({"max_in_flight_decodes_per_worker": 1}, "all_workers_decode_busy"),
+        ({"max_sessions": 1}, "system_sessions_full"),
+        ({"max_sessions_per_worker": 1}, "all_workers_at_capacity"),
+    ],
+)
+async def test_over_a_budget_a_turn_is_refused_at_once_and_has_never_been(
+    spent: dict[str, int], reason: str
+) -> None:
+    async with ringing(budgets=Budgets(**spent)) as ring:
+        first = ring.ask()
+        grant = await ring.worker.granted()
+        refused = await ring.ask(conversation_id=OTHER_ID)
+        assert (refused.status_code, error_of(refused)["reason"]) == (503, reason)
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert (await ring.stats())["sessions"] == 1
+        ring.answer(grant)
+        assert (await first).status_code == 200
+
+
+async def test_over_a_budget_a_turn_waits_where_the_operator_has_it_so() -> None:
+    async with ringing(budgets=Budgets(max_in_flight_decodes=1), at_cap=AtCap.PARK) as ring:
+        first = ring.ask()
+        grant = await ring.worker.granted()
+        second = ring.ask(conversation_id=OTHER_ID)
+        await ring.server.has_open(2)
+        ring.answer(grant)
+        ring.answer(await ring.worker.granted())
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
+
+
 async def test_a_conversation_that_is_as_long_as_may_be_kept_is_full() -> None:
     async with ringing(history=HistoryConfig(max_conversation_bytes=400)) as ring:
         await ring.talk(text="x" * 200)
@@ -394,6 +428,9 @@ async def test_health_workers_and_stats(ring: Ring) -> None:
     stats = await ring.stats()
     assert (stats["in_flight_decodes"], stats["sessions"], stats["queued_turns"]) == (1, 2, 0)
     assert stats["history_bytes"] == len("hello") + 4
+    assert stats["budgets"]["in_flight_decodes"] == 1
+    assert stats["budgets"]["max_in_flight_decodes"] == 32
+    assert stats["budgets"]["max_in_flight_decodes_per_worker"] is None
     assert stats["workers"] == [{**worker, "heard_ago_s": stats["workers"][0]["heard_ago_s"]}]
     ring.answer(grant)
     await asked

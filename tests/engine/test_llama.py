@@ -1,0 +1,54 @@
+"""What calls of llama.cpp leave behind in Python."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llm_engine.backend import LlamaBackend, context_params
+from llm_engine.config import EngineConfig
+from llm_engine.model import Model
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def model(smollm2: Path) -> Iterator[Model]:
+    model = Model.load(smollm2)
+    yield model
+    model.close()
+
+
+def n_left_by(work: Callable[[], None]) -> int:
+    """How many objects stay until the garbage collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        work()
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_tokenising_leaves_nothing_behind_whatever_the_length_of_a_text(model: Model) -> None:
+    """Every length had an array type of its own in ctypes."""
+
+    def work() -> None:
+        for n in range(1, 100):
+            model.tokenize(("word " * n,))
+
+    assert n_left_by(work) == 0
+
+
+def test_moving_states_leaves_nothing_behind(model: Model) -> None:
+    config = EngineConfig(max_inflight=2, ctx_size=256)
+    backend = LlamaBackend.create(model, context_params(config, 256), "fingerprint")
+
+    def work() -> None:
+        for _ in range(10):
+            backend.restore(0, backend.fetch(1, checkpoint=False))
+            backend.copy(0, 1)
+
+    assert n_left_by(work) == 0
+    backend.close()
