@@ -8,7 +8,10 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 
+from bench.flags import add_files
+from bench.plots import Panel, write_png
 from bench.report import print_table, spread, write_json
+from bench.targets import alternate
 from llm_ingress.conversation import Conversation
 from llm_ingress.gateway import Budgets, Gateway, GatewayConfig, LaneRequest
 from llm_ingress.wire import End, FinishReason, Grant, Head, Hello, LaneRef, ModelCard
@@ -27,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--messages", type=int, default=200, help="of the history that is hashed (200)")
     parser.add_argument("--checks", type=int, default=2000, help="in each run (2000)")
     parser.add_argument("--runs", type=int, default=20, help="of each kind (20)")
-    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    add_files(parser)
     args = parser.parse_args(argv)
     requests = [_request(n) for n in range(max(10, args.sessions))]
     new = _request(-1)
@@ -39,11 +42,18 @@ def main(argv: Sequence[str]) -> int:
         f"check of a new session beside {args.sessions}": lambda _: many.spent(new, MODEL, 0.0),
         f"hash of {args.messages} messages": lambda _: Conversation.of_messages(history),
     }
-    results = {name: [_time_us(ask, args.checks) for _ in range(args.runs)] for name, ask in kinds.items()}
+    measures = {name: _measure(ask, args.checks) for name, ask in kinds.items()}
+    results = alternate("checks", args.runs, measures)
     rows = [(name, spread(times, 2), f"{max(times):.2f}") for name, times in results.items()]
     print_table(("what", "microseconds: median (min-max of runs)", "worst run"), rows)
     write_json(args.json, "admission", vars(args), results)
+    series = {name: [(n, [time]) for n, time in enumerate(times, 1)] for name, times in results.items()}
+    write_png(args.png, "admission", [Panel(x="run", y="microseconds", series=series)])
     return 0
+
+
+def _measure(ask: Callable[[int], object], n_checks: int) -> Callable[[int], float]:
+    return lambda _: _time_us(ask, n_checks)
 
 
 def _time_us(ask: Callable[[int], object], n_checks: int) -> float:

@@ -25,7 +25,7 @@ from llm_worker.progress import pack_tokens
 from llm_worker.remote import RemoteRing
 from llm_worker.ring import Ring
 
-CARD = ModelCard(name=MODEL, file="none", n_params=0, n_ctx=0, fingerprint="f", created=0)
+CARD = ModelCard(name=MODEL, file="none", n_params=0, n_ctx=4096, fingerprint="f", created=0)
 HEAD = Head(status=200, headers=(("content-type", "text/event-stream"), ("cache-control", "no-cache")))
 END = End(finish_reason=FinishReason.STOP)
 MAX_STREAMS = 1024

@@ -13,23 +13,26 @@ what the slots can give in it.
 import argparse
 import asyncio
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from bench.answers import Exchange
 from bench.clients import ask, run_load
-from bench.flags import numbers
+from bench.flags import add_files, numbers
 from bench.fleet import Fleet, Tally, fleet
+from bench.plots import Panel, Point, write_png
 from bench.prompts import user
 from bench.report import print_table, spread, write_json
-from bench.targets import Target
+from bench.targets import Target, alternate
 from bench.timed import MODEL, TimedConfig
+
+Figures: TypeAlias = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure each number of slots `--runs` times and print a table."""
     args = _parser().parse_args(argv)
-    results = {slots: [_measure(args, slots) for _ in range(args.runs)] for slots in args.slots}
+    results = alternate("slots", args.runs, {f"{slots}": _measure(args, slots) for slots in args.slots})
     header = (
         "slots of each",
         "least of a share",
@@ -40,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     )
     print_table(header, [_row(slots, runs) for slots, runs in results.items()])
     write_json(args.json, "balance", vars(args), results)
+    write_png(args.png, "workers of several ingresses", _panels(results))
     return 0
 
 
@@ -70,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seconds", type=float, default=8, help="in which clients ask again (8)")
     parser.add_argument("--runs", type=int, default=3, help="of each number of slots (3)")
-    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    add_files(parser)
     return parser
 
 
-def _row(slots: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+def _row(slots: str, runs: Sequence[Figures]) -> tuple[object, ...]:
     return (
         slots,
         spread([min(run["shares"]) for run in runs], 2),
@@ -85,7 +89,28 @@ def _row(slots: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
     )
 
 
-def _measure(args: argparse.Namespace, slots: int) -> dict[str, Any]:
+def _panels(results: Mapping[str, Sequence[Figures]]) -> list[Panel]:
+    """Shares, what is given back, and what is served, over the slots."""
+
+    def line(figure: Callable[[Figures], float]) -> list[Point]:
+        return [(int(slots), [figure(run) for run in runs]) for slots, runs in results.items()]
+
+    shares = {"least": line(lambda run: min(run["shares"])), "most": line(lambda run: max(run["shares"]))}
+    released = {"RELEASE % of grants": line(lambda run: run["release_percent"])}
+    served = {"of capacity %": line(lambda run: run["capacity_percent"])}
+    x = "slots of each worker"
+    return [
+        Panel(x=x, y="share", series=shares),
+        Panel(x=x, y="RELEASE % of grants", series=released),
+        Panel(x=x, y="of capacity %", series=served),
+    ]
+
+
+def _measure(args: argparse.Namespace, slots: int) -> Callable[[int], Figures]:
+    return lambda _: _share_out(args, slots)
+
+
+def _share_out(args: argparse.Namespace, slots: int) -> Figures:
     # The same load in about as many requests, however many slots share it.
     service_s = args.service_ms / 1000 * slots * args.workers / sum(args.streams)
     engines = [TimedConfig(slots=slots, service_s=service_s, n_tokens=4, seed=n) for n in range(args.workers)]
@@ -103,7 +128,7 @@ def _served(tally: Tally) -> int:
     return tally.granted - tally.released
 
 
-def figures(tallies: Sequence[Tally]) -> dict[str, Any]:
+def figures(tallies: Sequence[Tally]) -> Figures:
     """Each worker's part of what was served, in equal shares, and what was given back."""
     share = sum(map(_served, tallies)) / len(tallies)
     granted = sum(tally.granted for tally in tallies)

@@ -13,7 +13,7 @@ from typing import Self
 from llm_engine import gguf, llama
 from llm_engine.backend import context_params
 from llm_engine.config import EngineConfig
-from llm_engine.model import Model
+from llm_engine.model import Model, model_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class BareLoop:
     """A model and a context of its own, with an engine's settings."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._model = Model.load(gguf.resolve(config.model, url=config.model_url).path)
+        path = gguf.resolve(config.model, url=config.model_url).path
+        self._model = Model.load(path, model_params(config))
         self._params = context_params(config, config.ctx_size)
         context = llama.init_context(self._model.pointer, self._params)
         assert context, "no context for the bare loop"

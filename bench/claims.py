@@ -10,35 +10,50 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench.attached import END, HEAD, Attached, AttachedWorker, attached, issue
+from bench.flags import add_files
+from bench.plots import Panel, write_png
 from bench.readers import H1_REQUEST
 from bench.report import percentile, print_table, write_json
+from bench.targets import alternate
 from llm_ingress.wire import Grant
 from llm_worker.ring import Ring
 
 PARKED_S = 0.01
+PERCENTS = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure one request after the other and print a table."""
+    """Measure one request after the other, of both kinds in turn, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m bench claims", description=__doc__)
     parser.add_argument("--requests", type=int, default=200, help="of each kind (200)")
-    parser.add_argument("--json", help="file for the raw figures")
+    add_files(parser)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         issue(Path(folder))
         with attached(Path(folder), _worker, tls=False) as ring:
-            times_ms = {
-                "that finds room": [_time_a_claim(ring, is_parked=False) for _ in range(args.requests)],
-                "that is parked": [_time_a_claim(ring, is_parked=True) for _ in range(args.requests)],
+            measures = {
+                "that finds room": lambda _: _time_a_claim(ring, is_parked=False),
+                "that is parked": lambda _: _time_a_claim(ring, is_parked=True),
             }
+            times_ms = alternate("claims", args.requests, measures)
     print_table(("claim of a request", "p50 ms", "p99 ms"), [_row(*each) for each in times_ms.items()])
     write_json(args.json, "claims", vars(args), times_ms)
+    write_png(args.png, "claims", [_panel(times_ms)])
     return 0
+
+
+def _panel(times_ms: Mapping[str, Sequence[float]]) -> Panel:
+    """How many requests are claimed by when."""
+    series = {
+        name: [(percent, [percentile(times, percent)]) for percent in PERCENTS]
+        for name, times in times_ms.items()
+    }
+    return Panel(x="percent of requests", y="claimed within ms", series=series)
 
 
 def _row(name: str, times_ms: list[float]) -> tuple[object, ...]:

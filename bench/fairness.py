@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 from bench.answers import Answer
 from bench.arrivals import evenly, poisson
 from bench.clients import ask_when_due, run_load
+from bench.flags import add_files
 from bench.fleet import fleet
+from bench.plots import Panel, write_png
 from bench.prompts import user
 from bench.report import percentile, print_table, spread, write_json
-from bench.targets import Target
+from bench.targets import Target, alternate
 from bench.timed import MODEL, TimedConfig
 
 LIGHT, HEAVY = "light", "heavy"
@@ -66,10 +68,7 @@ CASES = (
 def main(argv: Sequence[str]) -> int:
     """Run every case `--runs` times, each run with arrivals of its own, and print a table."""
     args = _parser().parse_args(argv)
-    results: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
-    for run in range(args.runs):
-        for case in CASES:
-            results[case.name].append(figures(_measure(args, case, run)))
+    results = alternate("arrivals", args.runs, {case.name: _measure(args, case) for case in CASES})
     header = (
         "case",
         "wait p50 ms",
@@ -82,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     print_table(header, [_row(name, runs) for name, runs in results.items()])
     print(f"worst wait, {FAIR} / {SHARE_ALONE}: {spread(ratios(results), 2)}")
     write_json(args.json, "fairness", vars(args), results)
+    write_png(args.png, "a light tenant", [_panel(results)])
     return 0
 
 
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=12, help="of arrivals in each run (12)")
     parser.add_argument("--ring-streams", type=int, default=64, help="of the ingress (64)")
     parser.add_argument("--runs", type=int, default=3, help="of each case (3)")
-    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    add_files(parser)
     return parser
 
 
@@ -120,7 +120,21 @@ def _row(name: str, runs: Sequence[dict[str, float]]) -> tuple[object, ...]:
     return (name, *waits, column("asked"), column("refused"))
 
 
-def _measure(args: argparse.Namespace, case: Case, run: int) -> list[Answer]:
+def _panel(results: Mapping[str, Sequence[Mapping[str, float]]]) -> Panel:
+    """What the light tenant waits in each case."""
+    shown = {"p50": "p50_ms", "p95": "p95_ms", "worst": "worst_ms"}
+    series = {
+        label: [(name.replace(", ", ",\n"), [run[field] for run in runs]) for name, runs in results.items()]
+        for label, field in shown.items()
+    }
+    return Panel(x="case", y="wait ms", series=series)
+
+
+def _measure(args: argparse.Namespace, case: Case) -> Callable[[int], dict[str, float]]:
+    return lambda run: figures(_of_the_light(args, case, run))
+
+
+def _of_the_light(args: argparse.Namespace, case: Case, run: int) -> list[Answer]:
     """Return what became of the light tenant's requests."""
     service_s = args.service_ms / 1000
     engines = [TimedConfig(slots=args.slots, service_s=service_s, seed=n) for n in range(case.n_workers)]

@@ -5,7 +5,8 @@
 #
 # FOLDER holds the CUDA libraries of the llama.cpp that pyproject.toml pins, and llama-server and
 # llama-batched-bench beside them. Tables go to the terminal; tables, JSON and plots to RESULTS (bench/results/gpu).
-# Each part has its limit of time, and one that fails leaves the others be. Smaller runs: set what is set below.
+# Each part has its limit of time, all together have theirs, and one that fails leaves the others be. Smaller runs:
+# set what is set below.
 set -uo pipefail
 
 model=${1:?"usage: LLAMA_CPP_LIB_PATH=FOLDER bench/gpu.sh MODEL.gguf [RESULTS]"}
@@ -14,7 +15,8 @@ folder=${LLAMA_CPP_LIB_PATH:?"the folder of the CUDA libraries"}
 
 : "${PYTHON:=python3}" "${GPU_LAYERS:=-1}" "${SLOTS:=64}" "${CTX_SIZE:=4096}" "${BATCH_SIZE:=512}"
 : "${BATCHES:=1,8,32,64,128,256}" "${CLIENTS:=1,8,64}" "${TOKENS:=128}" "${ROUNDS:=3}" "${RATES:=20,60}"
-: "${PROMPT_TOKENS:=2000}" "${SYSTEM_TOKENS:=1000}" "${REQUESTS:=16}" "${SECONDS_OF_ARRIVALS:=5}"
+: "${PROMPT_TOKENS:=2000}" "${SYSTEM_TOKENS:=1000}" "${REQUESTS:=16}" "${SECONDS_OF_ARRIVALS:=2}"
+: "${SAMPLED:=64}" "${LIMIT_S:=350}"
 
 export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # An interpreter that brings an older libstdc++ would crash when the libraries load.
@@ -27,10 +29,11 @@ servers=()
 trap 'kill "${servers[@]}" 2>/dev/null; wait' EXIT
 
 part() {  # NAME LIMIT_S COMMAND...
-  local name=$1 limit_s=$2
+  local name=$1 limit_s=$2 left_s=$((LIMIT_S - SECONDS))
   shift 2
   echo "== $name"
-  timeout "$limit_s" "$@" 2>&1 | tee "$results/$name.txt" || failed+=("$name")
+  if ((left_s < limit_s)); then limit_s=$left_s; fi
+  ((limit_s > 0)) && timeout "$limit_s" "$@" 2>&1 | tee "$results/$name.txt" || failed+=("$name")
 }
 
 bench() {  # MODE LIMIT_S FLAGS...
@@ -40,12 +43,14 @@ bench() {  # MODE LIMIT_S FLAGS...
 }
 
 await() {  # URL: until the model is loaded
-  for _ in $(seq 300); do
-    curl -sf -o /dev/null "$1" && return
+  local until_s=$((SECONDS + 40))
+  until "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1])' "$1" 2> /dev/null; do
+    if ((SECONDS > until_s)); then
+      echo "$1 does not answer" >&2
+      exit 1
+    fi
     sleep 0.2
   done
-  echo "$1 does not answer" >&2
-  exit 1
 }
 
 # llama.cpp counts all layers with a large number where llm-serve says -1.
@@ -54,7 +59,8 @@ await() {  # URL: until the model is loaded
 # The engine alone, before any server takes the GPU's memory.
 part llama-batched-bench 30 "$folder/llama-batched-bench" -m "$model" -ngl "$layers" -fa on -b 2048 -ub 512 \
   -c $((256 * (64 + TOKENS))) -npp 64 -ntg "$TOKENS" -npl "$BATCHES"
-bench engine 80 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$BATCHES" --tokens "$TOKENS" --rounds "$ROUNDS"
+bench engine 85 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$BATCHES" --tokens "$TOKENS" --rounds "$ROUNDS"
+bench sampling 20 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$SAMPLED" --tokens 64
 
 # Both servers with equal flags, one of them at work at a time.
 "$PYTHON" -m llm_serve.cli --model "$model" --port 8091 --n-gpu-layers "$GPU_LAYERS" --max-inflight "$SLOTS" \
@@ -66,9 +72,9 @@ await http://127.0.0.1:8091/ready
 await http://127.0.0.1:8092/health
 
 both=(--url ours=http://127.0.0.1:8091 --url llama-server=http://127.0.0.1:8092 --rounds "$ROUNDS")
-bench serve 75 "${both[@]}" --clients "$CLIENTS" --tokens "$TOKENS"
-bench open-loop 50 "${both[@]}" --rate "$RATES" --seconds "$SECONDS_OF_ARRIVALS" --tokens "$TOKENS"
-bench prefill-stall 40 "${both[@]}" --prompt-tokens "$PROMPT_TOKENS"
+bench serve 60 "${both[@]}" --clients "$CLIENTS" --tokens "$TOKENS"
+bench open-loop 60 "${both[@]}" --rate "$RATES" --seconds "$SECONDS_OF_ARRIVALS" --tokens "$TOKENS"
+bench prefill-stall 35 "${both[@]}" --prompt-tokens "$PROMPT_TOKENS"
 bench shared-prefix 25 "${both[@]}" --requests "$REQUESTS" --system-tokens "$SYSTEM_TOKENS"
 bench conversation 25 "${both[@]}" --history "$PROMPT_TOKENS"
 

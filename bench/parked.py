@@ -17,16 +17,19 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench.answers import PATH, Exchange
+from bench.flags import add_files
 from bench.fleet import Fleet, fleet
+from bench.plots import Panel, write_png
 from bench.prompts import user
 from bench.report import percentile, print_table, spread, write_json
+from bench.targets import alternate
 from bench.timed import MODEL, TimedConfig
 
 FOREVER_S = 86_400.0
@@ -35,14 +38,18 @@ POLL_S = 0.1
 PATIENCE_S = 120
 LOOPBACK = "127.0.0.1"
 
+Figures: TypeAlias = dict[str, Any]
+
 
 def main(argv: Sequence[str]) -> int:
     """Measure plain HTTP and TLS, `--runs` times each, and print a table."""
     args = _parser().parse_args(argv)
-    results = {name: [_measure(args, is_tls=name == "TLS") for _ in range(args.runs)] for name in args.over}
+    measures = {name: _measure(args, is_tls=name == "TLS") for name in args.over}
+    results = alternate(f"{args.parked} parked", args.runs, measures)
     header = ("over", "parked", "RSS KiB each", "private KiB each", "refused in p50 ms", "p99 ms", "worst ms")
     print_table(header, [_row(name, args.parked, runs) for name, runs in results.items()])
     write_json(args.json, "parked", vars(args), results)
+    write_png(args.png, f"{args.parked} parked requests", _panels(results))
     return 0
 
 
@@ -63,12 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         help="HTTP, TLS, or both, separated by commas (HTTP,TLS)",
     )
     parser.add_argument("--runs", type=int, default=3, help="measurements of each (3)")
-    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    add_files(parser)
     return parser
 
 
-def _row(name: str, n_parked: int, runs: Sequence[dict[str, Any]]) -> tuple[object, ...]:
-    def column(figure: Callable[[dict[str, Any]], float], digits: int = 1) -> str:
+def _row(name: str, n_parked: int, runs: Sequence[Figures]) -> tuple[object, ...]:
+    def column(figure: Callable[[Figures], float], digits: int = 1) -> str:
         return spread([figure(run) for run in runs], digits)
 
     return (
@@ -82,7 +89,29 @@ def _row(name: str, n_parked: int, runs: Sequence[dict[str, Any]]) -> tuple[obje
     )
 
 
-def _measure(args: argparse.Namespace, *, is_tls: bool) -> dict[str, Any]:
+def _panels(results: Mapping[str, Sequence[Figures]]) -> list[Panel]:
+    """Memory and the time to a refusal over each transport."""
+    memory = {
+        name: [(over, [run[figure] for run in runs]) for over, runs in results.items()]
+        for name, figure in (("RSS", "rss_kib"), ("private", "private_kib"))
+    }
+    refusal = {
+        f"p{percent}": [
+            (over, [percentile(run["refused_ms"], percent) for run in runs]) for over, runs in results.items()
+        ]
+        for percent in (50, 99, 100)
+    }
+    return [
+        Panel(x="over", y="KiB a request", series=memory),
+        Panel(x="over", y="refused within ms", series=refusal),
+    ]
+
+
+def _measure(args: argparse.Namespace, *, is_tls: bool) -> Callable[[int], Figures]:
+    return lambda _: _park(args, is_tls=is_tls)
+
+
+def _park(args: argparse.Namespace, *, is_tls: bool) -> Figures:
     flags = ("--ring-streams", str(args.parked), "--queue-timeout", str(FOREVER_S))
     with fleet([TimedConfig(slots=1, service_s=FOREVER_S)], *flags, is_tls=is_tls) as serving:
         context = multiprocessing.get_context("spawn")

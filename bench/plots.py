@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-Point: TypeAlias = tuple[float, Sequence[float]]  # where, and what each run gave there
+Point: TypeAlias = tuple[float | str, Sequence[float]]  # where, and what each run gave there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot of the row: a line for each series."""
+    """One plot of the row: a line for each series; only its points where they are at names."""
 
     x: str
     y: str
@@ -44,6 +44,7 @@ def write_png(path: str | None, title: str, panels: Sequence[Panel]) -> None:
             above = [max(runs) - middle for middle, (_, runs) in zip(middles, points, strict=True)]
             xs = [x for x, _ in points]
             style: dict[str, Any] = {"color": colours[name], "marker": "o", "capsize": 3}
+            style["linestyle"] = "none" if isinstance(xs[0], str) else "solid"
             place.errorbar(xs, middles, yerr=[below, above], label=name, **style)
         place.set(xlabel=panel.x, ylabel=panel.y)
         place.set_ylim(bottom=0)

@@ -12,12 +12,15 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from bench.flags import add_files
+from bench.plots import Panel, write_png
 from bench.prompts import distinct
 from bench.report import print_table, spread, write_json
+from bench.targets import alternate
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.generation import Delta, Finished, GenerateRequest, Message
@@ -41,15 +44,16 @@ class Turn:
 
 
 Load: TypeAlias = Callable[[Engine], Coroutine[Any, Any, list[Turn]]]
+Run: TypeAlias = list[dict[str, Any]]  # its turns
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    results = {name: _compare(args, *LOADS[name]) for name in args.loads}
-    print()
+    results = {name: _compare(args, name) for name in args.loads}
     rows = [row for name, runs in results.items() for row in _rows(name, runs)]
     print_table(HEADER, rows)
     write_json(args.json, "prefix", vars(args), results)
+    write_png(args.png, "what is computed once", [_panel(*each) for each in results.items()])
     return 0
 
 
@@ -63,53 +67,72 @@ def _parser() -> argparse.ArgumentParser:
         help=f"which of {','.join(LOADS)} (all)",
     )
     parser.add_argument("--rounds", type=int, default=3, help="alternating runs of each (3)")
-    parser.add_argument("--json", metavar="FILE", help="file for the raw figures")
+    add_files(parser)
     return parser
 
 
-def _compare(args: argparse.Namespace, load: Load, n_slots: int, ctx_size: int) -> list[dict[str, Any]]:
-    runs = []
-    for _ in range(args.rounds):
-        run = {}
-        for mode, reuses in (("reused", True), ("anew", False)):
-            config = EngineConfig(
-                model=args.model, max_inflight=n_slots, ctx_size=ctx_size, cache_prompt=reuses
-            )
-            with Engine.spawn(config) as engine:
-                run[mode] = [asdict(turn) for turn in asyncio.run(load(engine))]
-            print(".", end="", flush=True)
-        runs.append(run)
-    return runs
-
-
-def _rows(load: str, runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """One row for each group of answers that have a name in common."""
-    names = dict.fromkeys(turn["name"] for turn in runs[0]["reused"])
-    return [(load, name, *_figures(name, runs)) for name in names]
-
-
-def _figures(name: str, runs: list[dict[str, Any]]) -> list[str]:
-    """What is computed, and the median and the last first token of a run: reused and anew."""
-    turns = {
-        mode: [[turn for turn in run[mode] if turn["name"] == name] for run in runs]
-        for mode in ("reused", "anew")
+def _compare(args: argparse.Namespace, name: str) -> dict[str, list[Run]]:
+    load, n_slots, ctx_size = LOADS[name]
+    measures = {
+        mode: _measure(
+            load,
+            EngineConfig(model=args.model, max_inflight=n_slots, ctx_size=ctx_size, cache_prompt=reuses),
+        )
+        for mode, reuses in (("reused", True), ("anew", False))
     }
-    figures = [f"{statistics.median(map(_n_computed, turns[mode])):.0f}" for mode in turns]
+    return alternate(name, args.rounds, measures)
+
+
+def _measure(load: Load, config: EngineConfig) -> Callable[[int], Run]:
+    def measure(_round: int) -> Run:
+        with Engine.spawn(config) as engine:
+            return [asdict(turn) for turn in asyncio.run(load(engine))]
+
+    return measure
+
+
+def _rows(load: str, runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, ...]]:
+    """One row for each group of answers that have a name in common."""
+    return [(load, name, *_figures(_named(name, runs))) for name in _names(runs)]
+
+
+def _names(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    return list(dict.fromkeys(turn["name"] for turn in runs["reused"][0]))
+
+
+def _named(name: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
+    return {
+        mode: [[turn for turn in run if turn["name"] == name] for run in each] for mode, each in runs.items()
+    }
+
+
+def _figures(turns: Mapping[str, Sequence[Run]]) -> list[str]:
+    """What is computed, and the median and the last first token of a run: reused and anew."""
+    figures = [f"{statistics.median(map(_n_computed, each)):.0f}" for each in turns.values()]
     for first_ms in (_median_first_ms, _last_first_ms):
-        figures += [spread([first_ms(run) for run in turns[mode]], 0) for mode in turns]
+        figures += [spread([first_ms(run) for run in each], 0) for each in turns.values()]
     pairs = zip(turns["reused"], turns["anew"], strict=True)
     return [*figures, spread([_last_first_ms(a) / _last_first_ms(b) for a, b in pairs], 3)]
 
 
-def _n_computed(turns: list[dict[str, Any]]) -> float:
+def _panel(load: str, runs: Mapping[str, Sequence[Run]]) -> Panel:
+    """The median time to the first token of each group of answers."""
+    series = {
+        mode: [(name, [_median_first_ms(run) for run in _named(name, runs)[mode]]) for name in _names(runs)]
+        for mode in runs
+    }
+    return Panel(x=load, y="TTFT p50 ms", series=series)
+
+
+def _n_computed(turns: Run) -> float:
     return float(sum(turn["n_prompt"] - turn["n_cached"] for turn in turns))
 
 
-def _median_first_ms(turns: list[dict[str, Any]]) -> float:
+def _median_first_ms(turns: Run) -> float:
     return float(1000 * statistics.median(turn["first_s"] for turn in turns))
 
 
-def _last_first_ms(turns: list[dict[str, Any]]) -> float:
+def _last_first_ms(turns: Run) -> float:
     return float(1000 * max(turn["first_s"] for turn in turns))
 
 

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from bench import streams
 from bench.attached import CARD, END, HEAD, MAX_STREAMS, PROGRESS
+from bench.plots import write_png
 from bench.report import print_table, write_json
 from bench.sources import Load, obey
 from bench.streams import Subject
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     server.join()
     print_table(streams.HEADER, list(streams.rows(results)))
     write_json(args.json, "relay", vars(args), results)
+    write_png(args.png, "one relayed chunk", streams.panels(results))
     return 0
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from bench import streams
 from bench.attached import AttachedWorker, attached, issue
 from bench.peers import PEERS, beside, found
+from bench.plots import write_png
 from bench.readers import TRANSPORTS
 from bench.report import print_table, write_json
 from bench.sources import obey
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
                 results += streams.compare(args, transport, subjects)
     print_table(streams.HEADER, list(streams.rows(results)))
     write_json(args.json, "ring", vars(args), results)
+    write_png(args.png, "one chunk over the ring", streams.panels(results))
     return 0
 
 

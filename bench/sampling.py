@@ -9,7 +9,11 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 from bench.bare import BareLoop
+from bench.flags import add_files
+from bench.plots import Panel, write_png
 from bench.prompts import distinct
 from bench.report import print_table, spread, write_json
 from llm_engine import llama
@@ -27,11 +31,15 @@ CASES = {
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    decode_ms, chosen_ms = _measure(args.model, args.batch, args.tokens)
+    config = EngineConfig(
+        model=args.model, max_inflight=args.batch, ctx_size=512, n_gpu_layers=args.n_gpu_layers
+    )
+    decode_ms, chosen_ms = _measure(config, args.tokens)
+    token_us = {name: [1000 * ms / args.batch for ms in times] for name, times in chosen_ms.items()}
     rows = [
         (
             name,
-            spread([1000 * ms / args.batch for ms in times]),
+            spread(token_us[name]),
             f"{100 * statistics.median(times) / statistics.median(decode_ms):.2f} %",
         )
         for name, times in chosen_ms.items()
@@ -39,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"llama_decode of {args.batch} sequences: {spread(decode_ms)} ms")
     print_table(("parameters", "µs a token", "of llama_decode"), rows)
     write_json(args.json, "sampling", vars(args), {"decode_ms": decode_ms, "chosen_ms": chosen_ms})
+    series = {name: [(n, [time]) for n, time in enumerate(times, 1)] for name, times in token_us.items()}
+    write_png(args.png, f"{args.batch} sequences", [Panel(x="step", y="µs a token", series=series)])
     return 0
 
 
@@ -49,16 +59,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2", help="as for llm-engine (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="steps to take (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the raw figures here")
+    parser.add_argument(
+        "--n-gpu-layers", type=int, default=0, help="on the GPU, -1 all (default: %(default)s)"
+    )
+    add_files(parser)
     return parser
 
 
-def _measure(model: str, n: int, n_steps: int) -> tuple[list[float], dict[str, list[float]]]:
+def _measure(config: EngineConfig, n_steps: int) -> tuple[list[float], dict[str, list[float]]]:
     """Milliseconds of each step: computing it, and choosing its tokens in each way."""
     decode_ms: list[float] = []
     chosen_ms: dict[str, list[float]] = {GREEDY: [], **{name: [] for name in CASES}}
-    with BareLoop(EngineConfig(model=model, max_inflight=n, ctx_size=512)) as loop:
-        prompts = [loop.tokenize(text) for text in distinct(n)]
+    with BareLoop(config) as loop:
+        prompts = [loop.tokenize(text) for text in distinct(config.n_slots)]
         samplers = {
             name: [Sampler(params, seed, 0, prompt) for seed, prompt in enumerate(prompts)]
             for name, params in CASES.items()
@@ -66,7 +79,7 @@ def _measure(model: str, n: int, n_steps: int) -> tuple[list[float], dict[str, l
         told, *_ = samplers.values()  # whose choices the sequences go on with
         last = {i: told[i].pick(loop.prefill(i, prompt)[0], 0) for i, prompt in enumerate(prompts)}
         positions = [len(prompt) for prompt in prompts]
-        for index in range(1, n_steps + 1):
+        for index in tqdm(range(1, n_steps + 1), desc="steps", disable=None, leave=False):
             started = time.perf_counter()
             rows = loop.step(last, positions)
             decode_ms.append(_ms_since(started))

@@ -4,21 +4,23 @@ A source writes, at every step, one event to every stream; the subject, a proces
 light process reads. The figure is the subject's CPU time, user and system, from the moment the reader has
 all events of the warm-up until it has all the others, divided by their number.
 
-Shared by the commands `relay` and `ring`: their flags, one measurement, the table.
+Shared by the commands `relay` and `ring`: their flags, one measurement, the table, the plot.
 """
 
 import argparse
 import multiprocessing
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.flags import numbers
+from bench.flags import add_files, numbers
+from bench.plots import Panel, Point
 from bench.readers import read_streams
 from bench.report import spread
 from bench.sources import WARM_UP_STEPS, Load
+from bench.targets import alternate
 from bench.usage import usage
 
 HEADER = ("streams", "transport", "subject", "CPU us per chunk", "of it system", "events a write", "RSS MiB")
@@ -65,7 +67,7 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--size", type=int, default=190, help="bytes of one event (190)")
     flags.add_argument("--interval-ms", type=float, default=1.0, help="pause between steps, at least (1)")
     flags.add_argument("--runs", type=int, default=5, help="measurements of each number of streams (5)")
-    flags.add_argument("--json", help="file for the raw figures")
+    add_files(flags)
     return flags
 
 
@@ -73,17 +75,20 @@ def compare(args: argparse.Namespace, transport: str, subjects: Sequence[Subject
     """Measure the subjects in alternating runs, at each number of streams."""
     results = []
     for n_streams in args.streams:
-        runs: dict[str, list[Run]] = {subject.name: [] for subject in subjects}
-        for _ in range(args.runs):
-            for subject in subjects:
-                runs[subject.name].append(measure(subject, transport, _load(args, n_streams, subject)))
-                print(".", end="", flush=True)
+        measures = {
+            subject.name: _measure(subject, transport, _load(args, n_streams, subject))
+            for subject in subjects
+        }
+        runs = alternate(f"{n_streams} streams", args.runs, measures)
         results += [
             {"streams": n_streams, "transport": transport, "subject": name, "runs": [asdict(r) for r in each]}
             for name, each in runs.items()
         ]
-    print()
     return results
+
+
+def _measure(subject: Subject, transport: str, load: Load) -> Callable[[int], Run]:
+    return lambda _: measure(subject, transport, load)
 
 
 def measure(subject: Subject, transport: str, load: Load) -> Run:
@@ -124,6 +129,21 @@ def rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
             spread([run.events_a_write for run in runs], 2),
             f"{statistics.median(run.rss_mib for run in runs):.0f}",
         )
+
+
+def panels(results: Sequence[dict[str, Any]]) -> list[Panel]:
+    """CPU time and memory over the number of streams."""
+    shown = {"CPU us per chunk": "cpu_us", "of it system": "system_us", "RSS MiB": "rss_mib"}
+    return [Panel(x="streams", y=label, series=_series(results, figure)) for label, figure in shown.items()]
+
+
+def _series(results: Sequence[dict[str, Any]], figure: str) -> dict[str, list[Point]]:
+    """A line for each subject and transport."""
+    series: dict[str, list[Point]] = {}
+    for result in results:
+        points = series.setdefault(f"{result['subject']}, {result['transport']}", [])
+        points.append((result["streams"], [run[figure] for run in result["runs"]]))
+    return series
 
 
 def _load(args: argparse.Namespace, n_streams: int, subject: Subject) -> Load:

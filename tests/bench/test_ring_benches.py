@@ -1,19 +1,30 @@
 """The benchmarks of the ring: that they run, and that they count what they say."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from bench import admission, balance, fairness, parked
+from bench import admission, balance, claims, fairness, parked, relay, ring
 from bench.arrivals import poisson
 from bench.fleet import Tally
 from tests.bench.seen import answer
 
 
-def results(path: Path) -> Any:
-    return json.loads(path.read_text())["results"]
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Flags that say where figures and plot go."""
+    return ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[Any]:
+    """Reads what a mode wrote."""
+    yield lambda: json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_random_arrivals_repeat_with_their_seed_and_come_at_their_rate() -> None:
@@ -40,32 +51,39 @@ def test_shares_are_of_what_was_served_and_releases_of_what_was_granted() -> Non
     assert figures["release_percent"] == pytest.approx(100 * 10 / 410)
 
 
-def test_fairness_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fairness_runs(files: list[str], results: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = tuple(case for case in fairness.CASES if case.name in (fairness.FAIR, fairness.SHARE_ALONE))
     monkeypatch.setattr(fairness, "CASES", cases)  # each has a fleet to start
-    out = tmp_path / "out.json"
-    flags = ["--slots", "2", "--service-ms", "50", "--seconds", "0.5", "--runs", "1", "--json", str(out)]
-    assert fairness.main([*flags, "--ring-streams", "16"]) == 0
-    assert [results(out)[case.name][0]["refused"] for case in cases] == [0, 0]
+    flags = ["--slots", "2", "--service-ms", "50", "--seconds", "0.5", "--runs", "1", "--ring-streams", "16"]
+    assert fairness.main([*flags, *files]) == 0
+    assert [results()[case.name][0]["refused"] for case in cases] == [0, 0]
 
 
-def test_parked_runs(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    flags = ["--parked", "20", "--warm-up", "5", "--probes", "3", "--runs", "1", "--json", str(out)]
-    assert parked.main(flags) == 0
-    assert [len(results(out)[over][0]["refused_ms"]) for over in ("HTTP", "TLS")] == [3, 3]
+def test_parked_runs(files: list[str], results: Any) -> None:
+    flags = ["--parked", "20", "--warm-up", "5", "--probes", "3", "--runs", "1"]
+    assert parked.main([*flags, *files]) == 0
+    assert [len(results()[over][0]["refused_ms"]) for over in ("HTTP", "TLS")] == [3, 3]
 
 
-def test_admission_runs(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    flags = ["--sessions", "20", "--messages", "10", "--checks", "10", "--runs", "2", "--json", str(out)]
-    assert admission.main(flags) == 0
-    assert [len(times) for times in results(out).values()] == [2] * 4
+def test_admission_runs(files: list[str], results: Any) -> None:
+    flags = ["--sessions", "20", "--messages", "10", "--checks", "10", "--runs", "2"]
+    assert admission.main([*flags, *files]) == 0
+    assert [len(times) for times in results().values()] == [2] * 4
 
 
-def test_balance_runs(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+def test_balance_runs(files: list[str], results: Any) -> None:
     flags = ["--workers", "2", "--streams", "4,4", "--slots", "2", "--service-ms", "100", "--seconds", "0.5"]
-    assert balance.main([*flags, "--runs", "1", "--json", str(out)]) == 0
-    (run,) = results(out)["2"]
+    assert balance.main([*flags, "--runs", "1", *files]) == 0
+    (run,) = results()["2"]
     assert sum(run["shares"]) == pytest.approx(2)
+
+
+def test_claims_runs(files: list[str], results: Any) -> None:
+    assert claims.main(["--requests", "3", *files]) == 0
+    assert [len(times) for times in results().values()] == [3, 3]
+
+
+@pytest.mark.parametrize("mode", [relay, ring])
+def test_one_chunk_runs(mode: ModuleType, files: list[str], results: Any) -> None:
+    assert mode.main(["--streams", "1,2", "--chunks", "20", "--runs", "1", *files]) == 0
+    assert [(each["streams"], len(each["runs"])) for each in results()] == [(1, 1), (2, 1)]

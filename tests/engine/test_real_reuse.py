@@ -1,7 +1,8 @@
 """Prefix reuse on real llama.cpp: warm text equals cold text, and only what is new is computed.
 
-On a dense model, a hybrid (recurrent) one and one with a sliding window. Contexts stay within 256 cells:
-beyond them a sequence that is alone in a batch takes another path through attention, cached or not.
+On a dense model, a hybrid (recurrent) one and one with a sliding window. Contexts with earlier answers in
+them stay within 256 cells: beyond, a sequence that decodes alone takes another path through attention than
+when its answer is part of a prompt.
 """
 
 import asyncio
@@ -137,6 +138,16 @@ async def test_sessions_with_one_system_prompt_at_once(warm: Engine, cold: Engin
     assert n_cached[1] > 0.8 * len(prompts[0])
     for got, prompt in zip(together, prompts, strict=True):
         await expect(cold, got, prompt)
+
+
+async def test_sessions_with_one_long_system_prompt(warm: Engine, cold: Engine) -> None:
+    system = f"{SYSTEM} {SYSTEM} {SYSTEM} {SYSTEM}"
+    prompts = [first_turn(warm, question, system=system) for question in QUESTIONS[:2]]
+    assert len(prompts[0]) > 256 + N_OUT
+    for prompt in prompts:
+        got, expected = await answer(warm, prompt), await answer(cold, prompt)
+        assert got.tokens == expected.tokens
+    assert got.end.n_cached > 0.8 * len(prompts[0])
 
 
 async def test_three_sessions_on_two_slots(warm_on_two_slots: Engine, cold: Engine) -> None:

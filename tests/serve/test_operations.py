@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from llm_ingress.draining import SECOND_THOUGHT_S
+from llm_worker.background import NICENESS
 from tests import faulty_loop
 from tests.ingress.test_serving import certificate
 from tests.serve.client import CHAT, DONE, STORY, Client, Connection, asking, chat, client_of, deltas, events
@@ -218,6 +219,15 @@ def test_environment_stands_in_for_flags_and_a_flag_wins(log: Path) -> None:
     with running("--bind", "127.0.0.1", "--port", "0", log=log, environment=surroundings) as server:
         assert server.address[0] == "127.0.0.1"
         assert server.address[1] != int(port)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities belong to processes")
+def test_the_event_loop_yields_to_the_decode(roomy: LlmServe) -> None:
+    pid, usual = roomy.process.pid, os.getpriority(os.PRIO_PROCESS, 0)
+    threads = map(int, os.listdir(f"/proc/{pid}/task"))
+    niceness = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    assert niceness.pop(pid) == max(NICENESS, usual)
+    assert usual in niceness.values()  # the step thread, and those that compute with it
 
 
 @pytest.mark.parametrize(("flag", "version"), [("--http2", "2"), ("--http1.1", "1.1")])
