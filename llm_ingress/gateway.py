@@ -124,11 +124,8 @@ class Gateway:
 
     def forget(self, tenant: str, conversation: Conversation) -> None:
         """Forget who holds a conversation that goes by a key, and count its session no more."""
-        placement = self._placement
-        placement.affinity.forget(tenant, conversation)
-        session = session_of(tenant, conversation)
-        if session is not None:
-            placement.limits.sessions.end(session)
+        self._placement.affinity.forget(tenant, conversation)
+        self._placement.forget_session(tenant, conversation)
 
     def spent(self, request: LaneRequest, model: str, now: float) -> RefusalReason | None:
         """Return which budget keeps a request from being granted now; None if none does."""

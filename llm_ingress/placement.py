@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from llm_ingress.affinity import Affinity, Holder, patience_s
 from llm_ingress.bounds import GatewayConfig, hopeless
+from llm_ingress.conversation import Conversation
 from llm_ingress.dispatch import Dispatch, is_held_by, suits
 from llm_ingress.lanes import Lane, LanePool, LaneRequest, LaneState, Outcome, Preference
 from llm_ingress.leases import Leases, WorkerView
@@ -101,13 +102,22 @@ class Placement:
 
     def note_answer(self, lane: Lane, end: End) -> None:
         """Remember that its worker has the conversation as far as this lane, which it has answered."""
-        request, worker = lane.request, self.leases.holder_of(lane)
-        if worker is None or request.conversation is None or end.finish_reason is FinishReason.REFUSED:
+        request, worker, now = lane.request, self.leases.holder_of(lane), self.clock()
+        if worker is None or request.conversation is None:
             return
-        now = self.clock()
+        if end.finish_reason is FinishReason.REFUSED:
+            if self.affinity.holder_of(request.tenant, request.conversation, now) is None:
+                self.forget_session(request.tenant, request.conversation)  # nothing was ever said in it
+            return
         holder = Holder(worker.hello.instance_id, end.n_prompt + end.n_completion)
         self.affinity.note(request.tenant, request.conversation, holder, now)
         self._use_session(lane, worker, now)
+
+    def forget_session(self, tenant: str, conversation: Conversation) -> None:
+        """Count a conversation no more, if it is a session."""
+        session = session_of(tenant, conversation)
+        if session is not None:
+            self.limits.sessions.end(session)
 
     def _use_session(self, lane: Lane, worker: WorkerView, now: float) -> None:
         session = session_of(lane.request.tenant, lane.request.conversation)

@@ -181,8 +181,13 @@ def test_a_process_started_again_under_the_same_name_has_nothing_and_is_not_wait
 def test_a_refused_request_leaves_no_conversation_behind() -> None:
     ring = ScriptedRing()
     workers = pair(ring)
-    converse(ring, key("k"), *workers, end=End(finish_reason=FinishReason.REFUSED))
+    refused = End(finish_reason=FinishReason.REFUSED)
+    converse(ring, session("s"), *workers, end=refused)
     assert ring.gateway.snapshot().affinity.entries == 0
+    assert ring.gateway.snapshot().budgets.sessions == 0
+    converse(ring, session("s"), *workers)
+    converse(ring, session("s"), *workers, end=refused)
+    assert ring.gateway.snapshot().budgets.sessions == 1
 
 
 def test_a_key_is_another_conversation_for_another_tenant_and_another_model() -> None:
