@@ -12,6 +12,8 @@ from llm_engine.model import Model
 
 pytestmark = pytest.mark.model
 
+N_TIMES = 100
+
 
 @pytest.fixture
 def model(smollm2: Path) -> Iterator[Model]:
@@ -21,7 +23,7 @@ def model(smollm2: Path) -> Iterator[Model]:
 
 
 def n_left_by(work: Callable[[], None]) -> int:
-    """How many objects stay until the garbage collector comes by."""
+    """How many objects stay until the garbage collector comes by; a few may be somebody else's."""
     gc.collect()
     gc.disable()
     try:
@@ -35,10 +37,10 @@ def test_tokenising_leaves_nothing_behind_whatever_the_length_of_a_text(model: M
     """Every length had an array type of its own in ctypes."""
 
     def work() -> None:
-        for n in range(1, 100):
-            model.tokenize(("word " * n,))
+        for n in range(N_TIMES):
+            model.tokenize(("word " * (n + 1),))
 
-    assert n_left_by(work) == 0
+    assert n_left_by(work) < N_TIMES
 
 
 def test_moving_states_leaves_nothing_behind(model: Model) -> None:
@@ -46,9 +48,9 @@ def test_moving_states_leaves_nothing_behind(model: Model) -> None:
     backend = LlamaBackend.create(model, context_params(config, 256), "fingerprint")
 
     def work() -> None:
-        for _ in range(10):
+        for _ in range(N_TIMES):
             backend.restore(0, backend.fetch(1, checkpoint=False))
             backend.copy(0, 1)
 
-    assert n_left_by(work) == 0
+    assert n_left_by(work) < N_TIMES
     backend.close()

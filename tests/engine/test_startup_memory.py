@@ -79,7 +79,7 @@ def test_what_no_machine_holds_is_refused_by_every_command(
         "llm-serve": ("--port", "0"),
         "llm-worker": ("--ingress-url", "https://127.0.0.1:1", "--pki", pki),
     }
-    size = ("--max-inflight", "256", "--ctx-size", str(ENDLESS_CONTEXT))
+    size = ("--max-inflight", "256", "--ctx-size", str(ENDLESS_CONTEXT), "--max-kv-mib-per-session", "16384")
     done = run(COMMANDS / name, "--model", endless_model, *size, *own[name])
     assert done.returncode == 1
     assert re.fullmatch(
