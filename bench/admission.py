@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from bench.flags import add_files
-from bench.plots import Panel, write_png
+from bench.plots import Panel, one_by_one, write_png
 from bench.report import print_table, spread, write_json
 from bench.targets import alternate
 from llm_ingress.conversation import Conversation
@@ -47,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [(name, spread(times, 2), f"{max(times):.2f}") for name, times in results.items()]
     print_table(("what", "microseconds: median (min-max of runs)", "worst run"), rows)
     write_json(args.json, "admission", vars(args), results)
-    series = {name: [(n, [time]) for n, time in enumerate(times, 1)] for name, times in results.items()}
-    write_png(args.png, "admission", [Panel(x="run", y="microseconds", series=series)])
+    write_png(args.png, "admission", [Panel(x="run", y="microseconds", series=one_by_one(results))])
     return 0
 
 

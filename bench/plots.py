@@ -27,6 +27,11 @@ def over(x: str, figure: str, results: Sequence[Mapping[str, Any]]) -> dict[str,
     }
 
 
+def one_by_one(results: Mapping[str, Sequence[float]]) -> dict[str, list[Point]]:
+    """A line for each series of figures, over their numbers."""
+    return {name: [(n, [figure]) for n, figure in enumerate(figures, 1)] for name, figures in results.items()}
+
+
 def write_png(path: str | None, title: str, panels: Sequence[Panel]) -> None:
     """Draw the panels beside each other."""
     if path is None:

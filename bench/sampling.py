@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from bench.bare import BareLoop
 from bench.flags import add_files
-from bench.plots import Panel, write_png
+from bench.plots import Panel, one_by_one, write_png
 from bench.prompts import distinct
 from bench.report import print_table, spread, write_json
 from llm_engine import llama
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"llama_decode of {args.batch} sequences: {spread(decode_ms)} ms")
     print_table(("parameters", "µs a token", "of llama_decode"), rows)
     write_json(args.json, "sampling", vars(args), {"decode_ms": decode_ms, "chosen_ms": chosen_ms})
-    series = {name: [(n, [time]) for n, time in enumerate(times, 1)] for name, times in token_us.items()}
-    write_png(args.png, f"{args.batch} sequences", [Panel(x="step", y="µs a token", series=series)])
+    panel = Panel(x="step", y="µs a token", series=one_by_one(token_us))
+    write_png(args.png, f"{args.batch} sequences", [panel])
     return 0
 
 
