@@ -12,19 +12,8 @@ import aiohttp
 from llm_ingress.frames import HEADER, pack
 from llm_ingress.outbox import MAX_MESSAGE_BYTES
 from llm_ingress.payloads import Kind
-from llm_ingress.wire import Body, Credit, Heartbeat, LaneRef, LaneSignal, OfLane
-from tests.ring_network import HELLO, RawWorker
-
-HEARTBEAT = Heartbeat(
-    inflight=0,
-    decoding=0,
-    max_inflight=4,
-    available_slots=4,
-    step_ms=1.0,
-    step_age_s=0.0,
-    kv_promised_tokens=0,
-    tokens_per_second=0.0,
-)
+from llm_ingress.wire import Body, Credit, LaneRef, LaneSignal, OfLane
+from tests.ring_network import HEARTBEAT, HELLO, RawWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,23 @@ from llm_ingress.payloads import FROM_INGRESS
 from llm_ingress.pki import Period
 from llm_ingress.pki_folder import issue_worker
 from llm_ingress.tls import LiveContext, control_context, worker_context
-from llm_ingress.wire import Grant, Hello, Message, ModelCard, Welcome
+from llm_ingress.wire import Grant, Heartbeat, Hello, Message, ModelCard, Welcome
 from tests.certificates import TODAY, Issued
 
 TICK_S = 0.02
 PATIENCE_S = 10.0
 CARD = ModelCard(name="echo", file="echo.gguf", n_params=1, n_ctx=10, fingerprint="f", created=1)
 HELLO = Hello(worker="w", instance_id="i", model=CARD, max_inflight=4)
+HEARTBEAT = Heartbeat(  # of that worker, while it has nothing to do
+    inflight=0,
+    decoding=0,
+    max_inflight=4,
+    available_slots=4,
+    step_ms=1.0,
+    step_age_s=0.0,
+    kv_promised_tokens=0,
+    tokens_per_second=0.0,
+)
 
 
 def another_worker(issued: Issued, folder: Path, name: str) -> CertificateFiles:

@@ -36,8 +36,8 @@ from llm_ingress.wire import (
     Welcome,
 )
 from tests.certificates import Issued, issue
-from tests.misdeeds import HEARTBEAT, MISDEEDS
-from tests.ring_network import HELLO, RawWorker, another_worker, controlled, open_lane, raw_worker
+from tests.misdeeds import MISDEEDS
+from tests.ring_network import HEARTBEAT, HELLO, RawWorker, another_worker, controlled, open_lane, raw_worker
 
 HEAD = Head(status=200, headers=(("content-type", "text/plain"),))
 END = End(finish_reason=FinishReason.STOP)

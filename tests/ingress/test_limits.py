@@ -11,19 +11,10 @@ from llm_ingress.errors import ConfigError, RefusalReason
 from llm_ingress.lanes import Lane, LaneRequest
 from llm_ingress.leases import WorkerView
 from llm_ingress.limits import MIB, Budgets, Limits, Session
-from llm_ingress.wire import Heartbeat, Hello
+from llm_ingress.wire import Hello
 from tests.ingress.scripted_ring import NoLink, card
+from tests.ring_network import HEARTBEAT
 
-BEAT = Heartbeat(
-    inflight=0,
-    decoding=0,
-    max_inflight=4,
-    available_slots=4,
-    step_ms=1.0,
-    step_age_s=0.0,
-    kv_promised_tokens=0,
-    tokens_per_second=0.0,
-)
 ROOMY = Budgets()
 NEW = Session("t", b"new")
 
@@ -48,7 +39,7 @@ class World:
         return view
 
     def set(self, worker: WorkerView, *, held: int, kv_mib: int) -> None:
-        worker.heartbeat = replace(BEAT, kv_promised_bytes=kv_mib * MIB)
+        worker.heartbeat = replace(HEARTBEAT, kv_promised_bytes=kv_mib * MIB)
         worker.held.clear()
         worker.held.update({n: lane(n) for n in range(held)})
         self.limits.observe(worker)
