@@ -4,8 +4,8 @@ import importlib
 import sys
 
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
-ENGINE = ("engine", "sampling", "step-target", "remote", "prefix")
-RING = ("relay", "ring", "claims", "fairness", "parked", "balance", "admission")
+ENGINE = ("engine", "mixed", "sampling", "step-target", "remote", "prefix")
+RING = ("relay", "ring", "claims", "fairness", "parked", "balance", "affinity", "admission")
 NAMES = (*SERVERS, *ENGINE, *RING, "random-model")
 
 

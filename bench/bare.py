@@ -79,7 +79,7 @@ class BareLoop:
                 n_together, together = n_together + len(last), time.perf_counter()
         ended = time.perf_counter()
         for seq_id in range(len(prompts)):
-            llama.cut_cells(self._context, seq_id, 0)
+            self.cut(seq_id, 0)
         return BareRun(
             n_tokens, prefilled - started, ended - prefilled, n_together, max(together - prefilled, 1e-9)
         )
@@ -93,17 +93,26 @@ class BareLoop:
             self._decode()
         return self._logits.of(1)
 
-    def step(self, last: dict[int, int], positions: list[int]) -> llama.Logits:
+    def step(
+        self, last: dict[int, int], positions: list[int], beside: tuple[int, int, Sequence[int]] | None = None
+    ) -> llama.Logits:
         """Compute each sequence's last token, and move its position on.
 
+        `beside` them tokens of a prompt: its sequence, where they start, and which they are.
         Shapes: (sequences, vocabulary), valid until the next call.
         """
         self._batch.clear()
         for seq_id, token in last.items():
             self._batch.append_one(seq_id, positions[seq_id], token)
             positions[seq_id] += 1
+        if beside is not None:
+            self._batch.append(*beside, wants_logits=False)
         self._decode()
         return self._logits.of(len(last))
+
+    def cut(self, seq_id: int, n_tokens: int) -> None:
+        """Keep the first tokens of a sequence."""
+        llama.cut_cells(self._context, seq_id, n_tokens)
 
     def _decode(self) -> None:
         code = llama.decode(self._context, self._batch)

@@ -1,15 +1,16 @@
-"""What serves a real model over HTTP: llm-serve, or llm-ingress with one llm-worker."""
+"""What serves a real model over HTTP: llm-serve, or llm-ingress with llm-workers."""
 
+import json
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bench.fleet import DAYS, NO_BUDGET, SERVER_NAME, ingress, port_in_line
 from llm_ingress.pki import Period, parse_names
@@ -30,22 +31,26 @@ def llm_serve(model: str, n: int) -> Iterator[int]:
 
 @contextmanager
 def remote_worker(model: str, n: int) -> Iterator[int]:
-    """One llm-worker over mutual TLS, and an llm-ingress, niced since it shares the machine; its port."""
-    with TemporaryDirectory() as name:
+    """One llm-worker with a slot for every client, and an llm-ingress; its port."""
+    with remote_workers(1, _engine_flags(model, n), ("--ring-streams", str(2 * n))) as port:
+        yield port
+
+
+@contextmanager
+def remote_workers(n: int, worker_flags: Sequence[str], ingress_flags: Sequence[str]) -> Iterator[int]:
+    """llm-workers over mutual TLS, and an llm-ingress, niced since it shares the machine; its port."""
+    with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         period = Period(datetime.now(UTC), DAYS)
         init(folder / "pki", parse_names(SERVER_NAME), period)
-        issue_worker(folder / "pki", "w0", folder / "w0", period)
-        with ingress(folder, ("--ring-streams", str(2 * n)), niceness=10) as front:
-            command = [sys.executable, "-m", "llm_worker.cli", "--pki", str(folder / "w0")]
-            command += [
-                "--ingress-url",
-                f"https://{SERVER_NAME}:{front.control_port}",
-                *_engine_flags(model, n),
-            ]
-            with _running(command):
-                _wait_until_ready(front.port)
-                yield front.port
+        front = stack.enter_context(ingress(folder, ingress_flags, niceness=10))
+        for number in range(n):
+            issue_worker(folder / "pki", f"w{number}", folder / f"w{number}", period)
+            command = [sys.executable, "-m", "llm_worker.cli", "--pki", str(folder / f"w{number}")]
+            url = f"https://{SERVER_NAME}:{front.control_port}"
+            stack.enter_context(_running([*command, "--ingress-url", url, *worker_flags]))
+        _wait_until_ready(front.port, n)
+        yield front.port
 
 
 def _engine_flags(model: str, n: int) -> list[str]:
@@ -63,12 +68,17 @@ def _running(command: list[str], stdout: int = subprocess.DEVNULL) -> Iterator["
         process.wait()
 
 
-def _wait_until_ready(port: int) -> None:
+def _wait_until_ready(port: int, n_workers: int) -> None:
     deadline = time.monotonic() + LOAD_S
     while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready"):
-                return
-        except urllib.error.HTTPError:
-            time.sleep(0.1)
-    raise RuntimeError("no worker has attached")
+        if len(health(port)["workers"]) == n_workers:
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"{n_workers} workers have not attached")
+
+
+def health(port: int) -> dict[str, Any]:
+    """What a server tells of itself."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as response:
+        facts: dict[str, Any] = json.load(response)
+    return facts

@@ -27,11 +27,16 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AffinityFacts:
-    """How many turns came whose holder was there, whose holder had room too, and that went to it."""
+    """Counts of turns.
 
-    entries: int
+    Whose holder was there; whose holder had room when they came; that went to it at once; that went to it, at
+    once or after a wait.
+    """
+
+    entries: int  # turns that are remembered
     known: int
     had_room: int
+    returned_at_once: int
     returned: int
 
 
@@ -49,6 +54,7 @@ class Affinity:
     ) -> None:
         self._n_known = 0
         self._n_had_room = 0
+        self._n_returned_at_once = 0
         self._n_returned = 0
         self._ttl_s = ttl_s
         self._per_tenant = per_tenant
@@ -67,6 +73,7 @@ class Affinity:
             entries=self._n_entries,
             known=self._n_known,
             had_room=self._n_had_room,
+            returned_at_once=self._n_returned_at_once,
             returned=self._n_returned,
         )
 
@@ -75,9 +82,10 @@ class Affinity:
         self._n_known += 1
         self._n_had_room += has_room
 
-    def count_return(self) -> None:
+    def count_return(self, *, at_once: bool) -> None:
         """Count a turn that has gone to its holder."""
         self._n_returned += 1
+        self._n_returned_at_once += at_once
 
     def holder_of(self, tenant: str, conversation: Conversation, now: float) -> Holder | None:
         """Return who holds the longest beginning that is known."""

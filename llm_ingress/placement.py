@@ -46,7 +46,7 @@ class Placement:
     def serve(self, worker: WorkerView) -> None:
         """Grant a worker what waits, as far as its credit and the budgets go."""
         while (lane := self.dispatch.pop_for(worker, self.limits, self.clock())) is not None:
-            self._grant(worker, lane, self.clock())
+            self._grant(worker, lane, self.clock(), at_once=False)
 
     def serve_all(self) -> None:
         """Grant what waited for something other than credit: for its holder, or within the budgets."""
@@ -65,14 +65,14 @@ class Placement:
     def _grant_at_once(self, lane: Lane, now: float) -> bool:
         worker = self.dispatch.choose(lane, tuple(self.leases), self.limits, now)
         if worker is not None:
-            self._grant(worker, lane, now)
+            self._grant(worker, lane, now, at_once=True)
         return worker is not None
 
-    def _grant(self, worker: WorkerView, lane: Lane, now: float) -> None:
+    def _grant(self, worker: WorkerView, lane: Lane, now: float, *, at_once: bool) -> None:
         limit_s = self.config.request_timeout_s
         request = lane.request
         if lane.claim == 0 and is_held_by(lane, worker):
-            self.affinity.count_return()
+            self.affinity.count_return(at_once=at_once)
         self._use_session(lane, worker, now)
         worker.link.grant(
             Grant(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import admission, balance, claims, fairness, parked, relay, ring
+from bench import admission, affinity, balance, claims, fairness, parked, relay, ring
 from bench.arrivals import poisson
 from bench.fleet import Tally
 from tests.bench.seen import answer
@@ -51,6 +51,15 @@ def test_shares_are_of_what_was_served_and_releases_of_what_was_granted() -> Non
     assert figures["release_percent"] == pytest.approx(100 * 10 / 410)
 
 
+def test_turns_are_counted_by_the_ingress_and_timed_by_their_clients() -> None:
+    talk = [answer(text_at=(1.0,)), answer(text_at=(0.1,)), answer(text_at=(0.3,))]
+    figures = affinity.figures(
+        [talk, talk], {"known": 4, "had_room": 2, "returned_at_once": 1, "returned": 3}
+    )
+    assert (figures["turns"], figures["had_room"], figures["at_once"], figures["returned"]) == (4, 50, 50, 75)
+    assert (figures["first_p50_ms"], figures["ttft_p95_ms"]) == (1000, 300)
+
+
 def test_fairness_runs(files: list[str], results: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = tuple(case for case in fairness.CASES if case.name in (fairness.FAIR, fairness.SHARE_ALONE))
     monkeypatch.setattr(fairness, "CASES", cases)  # each has a fleet to start
@@ -87,3 +96,22 @@ def test_claims_runs(files: list[str], results: Any) -> None:
 def test_one_chunk_runs(mode: ModuleType, files: list[str], results: Any) -> None:
     assert mode.main(["--streams", "1,2", "--chunks", "20", "--runs", "1", *files]) == 0
     assert [(each["streams"], len(each["runs"])) for each in results()] == [(1, 1), (2, 1)]
+
+
+@pytest.mark.model
+def test_affinity_runs(files: list[str], results: Any, smollm2: Path) -> None:
+    load = [
+        "--model",
+        str(smollm2),
+        "--conversations",
+        "2",
+        "--turns",
+        "2",
+        "--history",
+        "100",
+        "--tokens",
+        "2",
+    ]
+    assert affinity.main([*load, "--pause", "0.1", "--runs", "1", *files]) == 0
+    (run,) = results()["2"]
+    assert (run["turns"], run["had_room"], run["at_once"]) == (2, 100, 100)

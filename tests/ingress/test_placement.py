@@ -84,7 +84,8 @@ def test_every_turn_goes_to_the_worker_that_has_the_conversation() -> None:
     for _ in range(3):
         assert {name: converse(ring, key(name), *workers) for name in first} == first
     facts = ring.gateway.snapshot().affinity
-    assert (facts.known, facts.had_room, facts.returned, facts.entries) == (60, 60, 60, 20)
+    assert (facts.known, facts.had_room, facts.returned_at_once, facts.returned) == (60, 60, 60, 60)
+    assert facts.entries == 20
 
 
 def test_a_conversation_stays_where_it_went_though_another_is_its_favourite() -> None:
@@ -124,7 +125,7 @@ def test_it_goes_to_its_holder_the_moment_that_has_room() -> None:
     holder.offer(1)
     assert holder_of(client, *workers) is holder
     facts = ring.gateway.snapshot().affinity
-    assert (facts.known, facts.had_room, facts.returned) == (1, 0, 1)
+    assert (facts.known, facts.had_room, facts.returned_at_once, facts.returned) == (1, 0, 0, 1)
 
 
 def test_it_waits_two_seconds_at_most() -> None:

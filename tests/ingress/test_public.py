@@ -848,7 +848,7 @@ async def test_health_tells_what_is_taken_of_the_budgets_and_who_went_back_to_wh
         worker.answer(grant, "x")
         assert (await answer).status_code == 200
         affinity = (await client.get("/health")).json()["affinity"]
-        assert affinity == {"entries": 1, "known": n, "had_room": n, "returned": n}
+        assert affinity == {"entries": 1, "known": n, "had_room": n, "returned_at_once": n, "returned": n}
 
 
 async def test_over_a_budget_a_request_waits_unless_the_operator_says_otherwise() -> None:
