@@ -28,6 +28,9 @@ from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Run, Trim, count_co
 from llm_engine.sequence import Sequence
 from llm_engine.store import Recall, Store
 
+# KV that is moved within one step beside running streams: some milliseconds.
+GENTLE_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
@@ -127,7 +130,7 @@ class Slots:
         self._ttl_s = ttl_s
         self._slots = [Slot(seq_id, Run()) for seq_id in range(n_slots)]
         self._held: dict[Sequence, Slot] = {}  # in order of their claims
-        self._n_moves = 0  # times that cells were copied, saved or restored
+        self._n_moved_bytes = 0  # copied, saved or restored
 
     @property
     def has_free(self) -> bool:
@@ -163,11 +166,11 @@ class Slots:
     def start_ready(self, now: float, *, gently: bool = False) -> None:
         """Start whoever has nothing better to wait for.
 
-        `gently`, because streams are running: once cells were moved, the rest start with the next step.
+        `gently`, because streams are running: once `GENTLE_BYTES` were moved, the rest start a step later.
         """
-        n_moves = self._n_moves
+        most = self._n_moved_bytes + GENTLE_BYTES
         for sequence, slot in self._held.items():
-            if gently and self._n_moves > n_moves:
+            if gently and self._n_moved_bytes >= most:
                 break
             if not slot.is_started and not (slot.waits_for and slot.waits_for.is_on):
                 self._start_or_wait(slot, sequence, now)
@@ -292,7 +295,8 @@ class Slots:
         """The source's run, in `slot` and cut for the prompt; None if llama.cpp does not take it."""
         place = source.place
         assert not isinstance(place, Stored), f"file {place.number} is still to be read"
-        self._n_moves += place is not slot
+        if place is not slot:
+            self._n_moved_bytes += self.n_bytes_of(1, place.run.n_cells)
         try:
             if isinstance(place, Saved):
                 self._cells.restore(slot.seq_id, place.state)
@@ -373,7 +377,7 @@ class Slots:
         if self.store.host.make_room(self._cells.n_state_bytes(slot.seq_id, checkpoint=checkpoint)):
             saved = self._fetched(slot, run, checkpoint=checkpoint)
             if saved is not None:
-                self._n_moves += 1
+                self._n_moved_bytes += self.n_bytes_of(1, run.n_cells)
                 self.store.host.add(saved, slot.last_used)
 
     def _fetched(self, slot: Slot, run: Run, *, checkpoint: bool) -> Saved | None:

@@ -20,7 +20,7 @@ from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Trim
 from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Scheduler
 from llm_engine.sequence import Sequence
-from llm_engine.slots import Slots
+from llm_engine.slots import GENTLE_BYTES, KvCost, Slots
 from llm_engine.store import Store
 from llm_engine.text import TextAssembler
 from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend
@@ -68,7 +68,7 @@ class World:
             reuses=reuses,
             ttl_s=ttl_s,
         )
-        self.scheduler = Scheduler(self.slots, ByteVocabulary(), prompt_slice=512)
+        self.scheduler = Scheduler(self.slots, ByteVocabulary(), prompt_slice=None)
         self.ended: dict[str, Finished] = {}
         self.sequences: dict[str, Sequence] = {}
 
@@ -297,17 +297,21 @@ def test_cells_move_so_that_the_slots_in_use_lie_together() -> None:
     assert world.sequences["b"].n_cached == 100
 
 
-def test_beside_running_streams_cells_are_moved_for_one_request_a_step() -> None:
+@pytest.mark.parametrize(
+    ("token_bytes", "n_copies"), [(1, [3]), (GENTLE_BYTES // 200, [2, 3]), (GENTLE_BYTES, [1, 2, 3])]
+)
+def test_beside_running_streams_no_step_moves_many_bytes(token_bytes: int, n_copies: list[int]) -> None:
     world = World(n_slots=8)
+    world.backend.cost = KvCost(sequence_bytes=0, token_bytes=token_bytes)
     system = words(1, 100)
     world.ask("stream", [*system, *words(2, 20)], max_tokens=500)
     for _ in range(5):
         world.step()
     for i in range(3):
         world.ask(f"{i}", [*system, *words(10 + i, 20)], max_tokens=1)
-    for n_copies in (1, 2, 3):
+    for n in n_copies:
         world.step(1000)
-        assert world.backend.moves == ["copy"] * n_copies
+        assert world.backend.moves == ["copy"] * n
 
 
 def test_cells_that_moved_leave_their_old_slot_empty() -> None:
