@@ -4,8 +4,8 @@ Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step threa
 
 A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
 running stream sees. While others decode, a step may take `GAP_STEPS` times the usual step of the batch as it
-will be once the prompts have joined; while nobody does, `IDLE_STEP_S`, which is how long a cancel waits at
-most.
+will be once the prompts have joined, or `CROWD_STEPS` times, if more wait for their first token than decode;
+while nobody decodes, `IDLE_STEP_S`, which is how long a cancel waits at most.
 
 With a target for the step, slices fill it up and no further, and a sequence more is admitted only where the
 step it would take is still within the target.
@@ -14,13 +14,14 @@ step it would take is still within the target.
 from typing import NamedTuple
 
 GAP_STEPS = 2.0
+CROWD_STEPS = 3.0
 IDLE_STEP_S = 0.5
 # The part of a target that is left to prompts for as long as there are any: nobody is admitted into it, or
 # the last prompt of a full house would move by a token a step.
 PROMPT_SHARE = 0.25
 _SMOOTHING = 0.2
 _FIRST_GUESS_TOKENS = 32  # a slice before anything was measured
-_SMALLEST_SLICE = 4  # prompts move on, however slow a step is
+_SMALLEST_SLICE = 3  # prompts move on, however slow a step is
 # A slice of fewer tokens says less of what one costs: what the step spends on being mixed is spread over
 # few, and believing it would make the next slice smaller still.
 _TELLING_SLICE = 32
@@ -65,6 +66,8 @@ class Budget:
         """
         if self._target_s is None:
             return self._n_slots
+        if not self._prompt_token_s:
+            return max(1, n_running)  # nobody knows yet what one more would take
         limit_s = self._target_s * (1 - PROMPT_SHARE if n_prompts else 1.0)
         n = max(1, n_running)
         while n < self._n_slots and self._usual_s(n + 1) <= limit_s:
@@ -84,7 +87,8 @@ class Budget:
         if not self._prompt_token_s:
             return min(room, _FIRST_GUESS_TOKENS)
         spare_s = self._allowed_s(load) - self._usual_s(load.n_decoding)
-        smallest = _SMALLEST_SLICE if self._target_s is None else 1
+        # Within a target one for the oldest prompt, and one for the shortest.
+        smallest = _SMALLEST_SLICE if self._target_s is None else min(2, load.n_prompts)
         return min(room, max(smallest, int(spare_s / self._prompt_token_s)))
 
     def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
@@ -125,7 +129,8 @@ class Budget:
             return self._target_s
         if not load.n_decoding:
             return IDLE_STEP_S
-        return min(GAP_STEPS * self._usual_s(load.n_decoding + load.n_prompts), IDLE_STEP_S)
+        n_steps = CROWD_STEPS if load.n_prompts > load.n_decoding else GAP_STEPS
+        return min(n_steps * self._usual_s(load.n_decoding + load.n_prompts), IDLE_STEP_S)
 
     def _usual_s(self, n_decoding: int) -> float:
         """The usual step of so many sequences.

@@ -94,14 +94,14 @@ class EngineConfig:
         return self.threads or _n_cores()
 
     @property
-    def prompt_slice(self) -> int:
-        """Tokens of one prompt that a step computes at most.
+    def prompt_slice(self) -> int | None:
+        """Tokens of one prompt that a step computes at most; None: as many as there is room for.
 
         Fewer than 64 keep the attention of llama.cpp's CPU backend on one code path, so that results do not
         depend on how a prompt was sliced or what ran beside it.
         """
         invariant = not self.n_gpu_layers if self.batch_invariant is None else self.batch_invariant
-        return min(self.batch_size, 63) if invariant else self.batch_size
+        return 63 if invariant else None
 
     @staticmethod
     def _check(name: str, value: object) -> None:

@@ -72,9 +72,9 @@ class Plan:
 class Scheduler:
     """Continuous batching: sequences join and leave at any step."""
 
-    def __init__(self, slots: Slots, vocabulary: Vocabulary, prompt_slice: int) -> None:
+    def __init__(self, slots: Slots, vocabulary: Vocabulary, prompt_slice: int | None) -> None:
         self._slots = slots
-        self._prompt_slice = prompt_slice  # tokens of one prompt in a step at most
+        self._prompt_slice = prompt_slice  # tokens of one prompt in a step at most, to be batch-invariant
         self._vocabulary = vocabulary
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Hashable, Sequence] = {}  # in order of admission
@@ -161,10 +161,15 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
         ready = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
-        shares = _share({s: min(n, self._prompt_slice) for s, n in ready.items()}, n_prompt_tokens)
-        plan = Plan.of(decoding, _in_company(shares, ready, decoding))
+        plan = Plan.of(decoding, self._prompt_slices(ready, n_prompt_tokens, decoding))
         self._last = plan if len(decoding) == len(active) else None
         return plan
+
+    def _prompt_slices(self, ready: dict[Sequence, int], n_tokens: int, decoding: list[Slice]) -> list[Slice]:
+        if self._prompt_slice is None:
+            return [Slice.of(sequence, share) for sequence, share in _share(ready, n_tokens).items()]
+        shares = _share({s: min(n, self._prompt_slice) for s, n in ready.items()}, n_tokens)
+        return _in_company(shares, ready, decoding)
 
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
@@ -223,9 +228,9 @@ def _share(prompts: dict[Sequence, int], n_tokens: int) -> dict[Sequence, int]:
     `prompts` says how many each can take; the result is without those that get none.
     """
     shares = dict.fromkeys(prompts, 0)
-    if len(prompts) > 1:
+    if len(prompts) > 1 and n_tokens > 1:
         shortest = min(prompts, key=lambda s: s.n_pending)
-        shares[shortest] = min(prompts[shortest], n_tokens // _SHORTEST_SHARE)
+        shares[shortest] = min(prompts[shortest], max(1, n_tokens // _SHORTEST_SHARE))
     left = n_tokens - sum(shares.values())
     for sequence, n_ready in prompts.items():
         more = min(left, n_ready - shares[sequence])

@@ -1,6 +1,6 @@
 """The budget's laws: prompts never stretch a running stream's gap too far, and never stop."""
 
-from llm_engine.budget import GAP_STEPS, IDLE_STEP_S, Budget, Load
+from llm_engine.budget import CROWD_STEPS, GAP_STEPS, IDLE_STEP_S, Budget, Load
 
 TOKEN_S = 0.004
 
@@ -28,6 +28,12 @@ def test_a_slice_beside_running_streams_stays_within_the_gap() -> None:
 
 def test_a_crowd_of_prompts_may_take_the_step_it_will_cost_anyway() -> None:
     assert learned().prompt_tokens(load(4, 4)) > learned().prompt_tokens(load(4, 1))
+
+
+def test_where_more_wait_for_a_first_token_than_decode_a_step_may_take_longer() -> None:
+    budget = learned()
+    step_s = 3 * TOKEN_S + budget.prompt_tokens(load(3, 5)) * TOKEN_S
+    assert abs(step_s - CROWD_STEPS * (0.020 + 4 * TOKEN_S)) <= TOKEN_S
 
 
 def test_no_step_takes_longer_than_an_idle_one() -> None:
@@ -69,7 +75,7 @@ def test_a_prompt_that_gets_dearer_the_deeper_it_is_does_not_lengthen_the_gap() 
         n_tokens = budget.prompt_tokens(load(4, 1))
         step_s = 0.020 + n_tokens * TOKEN_S * (1 + depth / 100)
         budget.observe(4, n_tokens, step_s)
-        assert step_s < 3 * 0.020 or n_tokens == 4
+        assert step_s < 3 * 0.020 or n_tokens == 3
 
 
 def test_before_anything_was_measured_a_slice_is_small() -> None:
@@ -118,6 +124,13 @@ def test_nobody_is_admitted_while_the_step_is_over_its_target_but_one_always_is(
     slow = Budget(512, n_slots=8, target_s=TARGET_S)
     slow.observe(1, 0, 1.0)
     assert slow.n_admissible(0, 0) == 1
+
+
+def test_before_anything_was_measured_one_is_admitted_at_a_time() -> None:
+    budget = Budget(512, n_slots=8, target_s=TARGET_S)
+    assert (budget.n_admissible(0, 0), budget.n_admissible(1, 1)) == (1, 1)
+    budget.observe(0, 10, 10 * TOKEN_S)
+    assert budget.n_admissible(1, 0) > 1
 
 
 def test_a_count_that_was_too_slow_once_is_tried_again_later() -> None:

@@ -33,7 +33,7 @@ USUAL = 50  # prompt tokens of a step, which leave 21
 class Steps:
     """The engine's steps, taken by hand on cells that hold nothing yet."""
 
-    def __init__(self, model: Model, backend: LlamaBackend, prompt_slice: int) -> None:
+    def __init__(self, model: Model, backend: LlamaBackend, prompt_slice: int | None) -> None:
         for n in range(N_SLOTS):
             backend.cut(n, 0)
         store = Store(1 << 30, DiskCache())

@@ -29,7 +29,7 @@ def sequence(
     )
 
 
-def empty(n_slots: int, prompt_slice: int = 512) -> Scheduler:
+def empty(n_slots: int, prompt_slice: int | None = None) -> Scheduler:
     """A scheduler whose sequences share nothing."""
     vocabulary = ByteVocabulary()
     backend, is_end = FakeBackend(n_slots=n_slots), vocabulary.is_end_of_generation
@@ -37,7 +37,7 @@ def empty(n_slots: int, prompt_slice: int = 512) -> Scheduler:
     return Scheduler(slots, vocabulary, prompt_slice=prompt_slice)
 
 
-def scheduler(*sequences: Sequence, n_slots: int = 4, prompt_slice: int = 512) -> Scheduler:
+def scheduler(*sequences: Sequence, n_slots: int = 4, prompt_slice: int | None = None) -> Scheduler:
     made = empty(n_slots, prompt_slice)
     for each in sequences:
         made.enqueue(each)
@@ -67,6 +67,12 @@ def test_plan_serves_every_running_sequence_before_any_prefill() -> None:
 def test_a_short_prompt_behind_a_long_one_gets_a_part_of_every_step() -> None:
     made = scheduler(sequence("long", n_prompt=1000), sequence("short", n_prompt=30))
     assert shape(made.plan(40)) == [("long", 30), ("short", 10)]
+
+
+def test_of_two_tokens_the_short_prompt_has_one() -> None:
+    made = scheduler(sequence("long", n_prompt=1000), sequence("short", n_prompt=30))
+    assert shape(made.plan(2)) == [("long", 1), ("short", 1)]
+    assert shape(made.plan(1)) == [("long", 1)]
 
 
 def test_prompts_of_equal_length_are_served_oldest_first() -> None:
@@ -134,7 +140,7 @@ def test_a_prompt_never_has_one_token_left_nor_two() -> None:
 
 
 def test_of_two_prompts_side_by_side_neither_has_a_token_more_than_the_other() -> None:
-    made = scheduler(sequence("a", n_prompt=319), sequence("b", n_prompt=320))
+    made = scheduler(sequence("a", n_prompt=319), sequence("b", n_prompt=320), prompt_slice=63)
     deep(made)
     assert shape(made.plan(100)) == [("a", 19), ("b", 17)]
     assert shape(made.plan(38)) == [("a", 19), ("b", 17)]
@@ -142,11 +148,17 @@ def test_of_two_prompts_side_by_side_neither_has_a_token_more_than_the_other() -
 
 
 def test_a_prompt_beside_a_decoding_sequence_has_more_than_a_token_beyond_it() -> None:
-    made = scheduler(sequence("stream"), sequence("a", n_prompt=320))
+    made = scheduler(sequence("stream"), sequence("a", n_prompt=320), prompt_slice=63)
     made.commit(Plan.of([], [Slice.of(made.all_sequences()[0], 3)]), [ord("x")], now=2.0)
     made.commit(Plan.of([], [Slice.of(made.all_sequences()[1], 300)]), [], now=2.0)
     assert shape(made.plan(2)) == [("stream", 1), ("a", 1)]
     assert shape(made.plan(4)) == [("stream", 1), ("a", 4)]
+
+
+def test_where_answers_may_depend_on_others_no_slice_is_shortened() -> None:
+    made = scheduler(sequence("a", n_prompt=364), sequence("b", n_prompt=365))
+    deep(made)
+    assert shape(made.plan(200)) == [("a", 64), ("b", 65)]
 
 
 def test_short_prompts_are_computed_as_they_come() -> None:
