@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from llm_engine.errors import EngineError
+
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
 ENGINE = ("engine", "mixed", "sampling", "step-target", "remote", "prefix")
 RING = ("relay", "ring", "claims", "fairness", "parked", "balance", "affinity", "admission")
@@ -15,7 +17,13 @@ def main() -> int:
     if name not in NAMES:
         print(f"usage: python -m bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"bench.{name.replace('-', '_')}").main(argv))
+    try:
+        return int(importlib.import_module(f"bench.{name.replace('-', '_')}").main(argv))
+    except (EngineError, RuntimeError) as error:  # what a measurement can meet: the text says it all
+        print(f"bench {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ is what the engine and the server are measured against.
 import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -44,7 +45,8 @@ class BareLoop:
         self._model = Model.load(path, model_params(config))
         self._params = context_params(config, config.ctx_size)
         context = llama.init_context(self._model.pointer, self._params)
-        assert context, "no context for the bare loop"
+        if not context:
+            raise RuntimeError(f"no context of {self._params.n_ctx} tokens for the bare loop")
         self._context = context
         self._logits = llama.LogitsViews(context, self._model.n_vocab)
         self._batch = llama.Batch(self._params.n_batch, self._params.n_ctx)
@@ -116,29 +118,40 @@ class BareLoop:
 
     def _decode(self) -> None:
         code = llama.decode(self._context, self._batch)
-        assert code == 0, f"llama_decode returned {code}"
+        if code != 0:
+            raise RuntimeError(f"llama_decode returned {code}: are there more tokens than a context holds?")
         llama.synchronize(self._context)
 
 
 class BareProcess:
-    """A bare loop alone in its process: OpenMP teams of one process take each other's speed."""
+    """A bare loop alone in its process: OpenMP teams of one process take each other's speed.
+
+    Raises: on entry, what `BareLoop` does; BrokenProcessPool from then on, if its process is lost.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._pool = multiprocessing.get_context("spawn").Pool(1, _open, (config,))
+        self._config = config
+        # Not a Pool, which starts a process that fails or is killed anew, for ever.
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
     def __enter__(self) -> Self:
+        try:
+            self._pool.submit(_open, self._config).result()
+        except BaseException:
+            self._pool.shutdown()
+            raise
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._pool.terminate()
+        self._pool.shutdown()
 
     def run(self, prompts: Sequence[Sequence[int]], n_out: int) -> BareRun:
         """As `BareLoop.run`."""
-        return self._pool.apply(_run, (prompts, n_out))
+        return self._pool.submit(_run, prompts, n_out).result()
 
     def tokenize(self, text: str) -> list[int]:
         """As `BareLoop.tokenize`."""
-        return self._pool.apply(_tokenize, (text,))
+        return self._pool.submit(_tokenize, text).result()
 
 
 _opened: list[BareLoop] = []  # of this process

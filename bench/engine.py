@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=5, help="alternating runs of each (default: %(default)s)"
     )
+    parser.add_argument("--threads", type=int, help="of each (default: every core)")
     parser.add_argument(
         "--n-gpu-layers", type=int, default=0, help="on the GPU, -1 all (default: %(default)s)"
     )
@@ -58,7 +59,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(args: argparse.Namespace, n: int) -> dict[str, Any]:
-    config = EngineConfig(model=args.model, max_inflight=n, ctx_size=512, n_gpu_layers=args.n_gpu_layers)
+    config = EngineConfig(
+        model=args.model,
+        max_inflight=n,
+        ctx_size=512,
+        threads=args.threads,
+        n_gpu_layers=args.n_gpu_layers,
+    )
     with Engine.spawn(config) as engine, BareProcess(config) as bare:
         prompts = [_prepare(engine, text, args.tokens) for text in distinct(n)]
         measures: dict[str, Callable[[int], float]] = {

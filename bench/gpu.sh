@@ -36,15 +36,15 @@ part() {  # NAME LIMIT_S COMMAND...
   ((limit_s > 0)) && timeout "$limit_s" "$@" 2>&1 | tee "$results/$name.txt" || failed+=("$name")
 }
 
-bench() {  # MODE LIMIT_S FLAGS...
-  local mode=$1 limit_s=$2
+bench() {  # MODE[-NUMBER] LIMIT_S FLAGS...
+  local name=$1 mode=${1%-[0-9]*} limit_s=$2
   shift 2
-  part "$mode" "$limit_s" "$PYTHON" -m bench "$mode" "$@" --json "$results/$mode.json" --png "$results/$mode.png"
+  part "$name" "$limit_s" "$PYTHON" -m bench "$mode" "$@" --json "$results/$name.json" --png "$results/$name.png"
 }
 
 await() {  # URL: until the model is loaded
   local until_s=$((SECONDS + 40))
-  until "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1])' "$1" 2> /dev/null; do
+  until "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$1" 2> /dev/null; do
     if ((SECONDS > until_s)); then
       echo "$1 does not answer" >&2
       exit 1
@@ -59,7 +59,10 @@ await() {  # URL: until the model is loaded
 # The engine alone, before any server takes the GPU's memory.
 part llama-batched-bench 30 "$folder/llama-batched-bench" -m "$model" -ngl "$layers" -fa on -b 2048 -ub 512 \
   -c $((256 * (64 + TOKENS))) -npp 64 -ntg "$TOKENS" -npl "$BATCHES"
-bench engine 85 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$BATCHES" --tokens "$TOKENS" --rounds "$ROUNDS"
+for n in ${BATCHES//,/ }; do  # one by one: what is cut off by its limit leaves no figures
+  bench "engine-$n" 30 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$n" --tokens "$TOKENS" \
+    --rounds "$ROUNDS"
+done
 bench sampling 20 --model "$model" --n-gpu-layers "$GPU_LAYERS" --batch "$SAMPLED" --tokens 64
 
 # Both servers with equal flags, one of them at work at a time.

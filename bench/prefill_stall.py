@@ -158,9 +158,9 @@ def figures(join: Join) -> Figures:
 
 
 def _gaps_ms(streams: Sequence[Answer], begin: float, end: float) -> Iterator[float]:
-    """The gaps of all streams that lie in this time or reach into it."""
+    """The gaps of all streams that lie in this time or reach into it; none within what came in one read."""
     for answer in streams:
-        for earlier, later in pairwise(answer.text_at):
+        for earlier, later in pairwise(dict.fromkeys(answer.text_at)):
             if earlier < end and later > begin:
                 yield 1000 * (later - earlier)
 

@@ -32,7 +32,11 @@ CASES = {
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     config = EngineConfig(
-        model=args.model, max_inflight=args.batch, ctx_size=512, n_gpu_layers=args.n_gpu_layers
+        model=args.model,
+        max_inflight=args.batch,
+        ctx_size=512,
+        threads=args.threads,
+        n_gpu_layers=args.n_gpu_layers,
     )
     decode_ms, chosen_ms = _measure(config, args.tokens)
     token_us = {name: [1000 * ms / args.batch for ms in times] for name, times in chosen_ms.items()}
@@ -59,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2", help="as for llm-engine (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="steps to take (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="of llama.cpp (default: every core)")
     parser.add_argument(
         "--n-gpu-layers", type=int, default=0, help="on the GPU, -1 all (default: %(default)s)"
     )

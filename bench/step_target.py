@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
-from bench.arrivals import evenly
 from bench.flags import add_files
 from bench.plots import Panel, over, write_png
 from bench.prompts import distinct, passage
@@ -123,7 +122,7 @@ def _stamped(engine: Engine) -> Iterator[list[Step]]:
 
 async def _arrive(engine: Engine, args: argparse.Namespace, n_long: int, name: str) -> list[Heard]:
     texts = distinct(args.requests, name)
-    arrivals = [*zip(evenly(args.requests / args.seconds, args.seconds), texts, strict=True)]
+    arrivals = [(n * args.seconds / args.requests, text) for n, text in enumerate(texts)]
     if n_long:
         arrivals.append((LONG_AT * args.seconds, passage(n_long, name)))
     return await asyncio.gather(*(_ask(engine, text, at_s, args.tokens) for at_s, text in arrivals))

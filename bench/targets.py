@@ -80,7 +80,7 @@ def named_url(text: str) -> NamedUrl:
 
 
 def targets(args: argparse.Namespace) -> list[Target]:
-    """Reach every server of `--url`. Raises: OSError if one does not answer."""
+    """Reach every server of `--url`. Raises: RuntimeError if one does not answer."""
     names = [each.name for each in args.url]
     if len(set(names)) < len(names):
         raise SystemExit(f"every --url needs a name of its own, not {', '.join(names)}")
@@ -88,8 +88,11 @@ def targets(args: argparse.Namespace) -> list[Target]:
 
 
 def _reach(named: NamedUrl, model: str | None) -> Target:
-    with urllib.request.urlopen(f"{named.url}/v1/models", timeout=REACH_S) as answer:
-        listed = json.load(answer)["data"][0]["id"]
+    try:
+        with urllib.request.urlopen(f"{named.url}/v1/models", timeout=REACH_S) as answer:
+            listed = json.load(answer)["data"][0]["id"]
+    except (OSError, ValueError, LookupError) as error:
+        raise RuntimeError(f"{named.url} does not list its models: {error}") from error
     parts = urlsplit(named.url)
     assert parts.hostname is not None
     is_tls = parts.scheme == "https"

@@ -7,6 +7,9 @@ Called by: `loop.py`, and for the cells of a slot `slots.py`.
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from llm_engine import llama
 from llm_engine.config import EngineConfig
 from llm_engine.errors import BackendError, ModelError
@@ -82,10 +85,7 @@ class LlamaBackend:
         return llama.n_state_bytes(self._context, self._seq_id(slot), partial=checkpoint)
 
     def fetch(self, slot: int, *, checkpoint: bool) -> KvState:
-        try:
-            buffer = state_buffer(self.n_state_bytes(slot, checkpoint=checkpoint))
-        except MemoryError as error:
-            raise BackendError("no memory for the state of a sequence") from error
+        buffer = _state_buffer(self.n_state_bytes(slot, checkpoint=checkpoint))
         data = llama.get_state(self._context, self._seq_id(slot), buffer, partial=checkpoint)
         return KvState(data, checkpoint, self._fingerprint)
 
@@ -102,7 +102,7 @@ class LlamaBackend:
         """
         n_bytes = self.n_state_bytes(source, checkpoint=False)
         if n_bytes > self._copied.nbytes:
-            self._copied = state_buffer(n_bytes)
+            self._copied = _state_buffer(n_bytes)
         data = llama.get_state(self._context, self._seq_id(source), self._copied[:n_bytes], partial=False)
         llama.set_state(self._context, self._seq_id(target), data, partial=False)
 
@@ -134,6 +134,13 @@ class LlamaBackend:
         self._batch.append(0, position, [0], wants_logits=True)
         self._decode()
         return self.n_state_bytes(0, checkpoint=False)
+
+
+def _state_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        return state_buffer(n_bytes)
+    except MemoryError as error:
+        raise BackendError("no memory for the state of a sequence") from error
 
 
 def _trim(model: Model) -> Trim:

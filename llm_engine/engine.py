@@ -16,14 +16,21 @@ from dataclasses import replace
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from llm_engine import gguf
+from llm_engine import gguf, llama
 from llm_engine.backend import Backend, LlamaBackend, context_params
 from llm_engine.budget import Budget
 from llm_engine.config import EngineConfig
 from llm_engine.diskcache import DiskCache, Outcome
 from llm_engine.diskthreads import DiskThreads
 from llm_engine.doorbell import Doorbell
-from llm_engine.errors import EngineBusy, EngineClosed, PromptTooLong, RequestError, TemplateRefused
+from llm_engine.errors import (
+    ConfigError,
+    EngineBusy,
+    EngineClosed,
+    PromptTooLong,
+    RequestError,
+    TemplateRefused,
+)
 from llm_engine.footprint import Footprint
 from llm_engine.generation import (
     Control,
@@ -92,8 +99,11 @@ class Engine:
         """Load the model; returns when it is resident.
 
         Raises: ModelError naming the file and the reason, DoesNotFit before anything large is allocated,
-        ConfigError for a directory that cannot be used.
+        ConfigError for a directory that cannot be used, or a GPU that is not there.
         """
+        if config.n_gpu_layers and not llama.has_gpu():
+            # llama.cpp would compute on the CPU without a word, with the defaults of a GPU.
+            raise ConfigError(f"n_gpu_layers is {config.n_gpu_layers}: this build of llama.cpp finds no GPU")
         if config.session_dir is not None:
             make_session_dir(config.session_dir)
         file = gguf.resolve(config.model, url=config.model_url, download=config.download)

@@ -22,9 +22,12 @@ class ModelError(EngineError):
     """The model file cannot be loaded."""
 
     def __init__(self, file: str, reason: str) -> None:
-        super().__init__(f"{file}: {reason}")
+        super().__init__(file, reason)  # as it takes them, so that it can cross between processes
         self.file = file
         self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
 
 
 class DoesNotFit(EngineError):

@@ -75,7 +75,7 @@ def measure(path: Path, config: EngineConfig) -> Footprint:
             weights_bytes=llama.n_weights_bytes(model),
             kv_bytes=round(layout.cells_bytes * scale) + layout.state_bytes,
             scratch_bytes=round(layout.scratch_bytes * scale),  # at most: part of it stays as it is
-            host_share=host_share(llama.n_layers(model), config.n_gpu_layers) if llama.has_gpu() else 1.0,
+            host_share=host_share(llama.n_layers(model), config.n_gpu_layers),
         )
 
 

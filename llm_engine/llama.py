@@ -20,10 +20,15 @@ from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as c
 
 from llm_engine.errors import BackendError
 from llm_engine.hugepages import huge_pages
+
+try:
+    from llama_cpp import llama_cpp as c
+except (OSError, RuntimeError, AttributeError) as error:  # no library, no such, or one without a function
+    where = os.environ.get("LLAMA_CPP_LIB_PATH", "the package llama-cpp-python")
+    raise ImportError(f"llama.cpp does not load from {where}: {error}") from error
 
 ModelPointer = NewType("ModelPointer", int)
 ContextPointer = NewType("ContextPointer", int)

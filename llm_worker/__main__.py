@@ -16,6 +16,9 @@ def main() -> int:
     except ModuleNotFoundError as error:  # of the base install, which is the ingress's
         print(f"llm-worker: {error}: install llm-ring with its extra, llm-ring[worker]", file=sys.stderr)
         return 1
+    except ImportError as error:  # llama.cpp's library
+        print(f"llm-worker: {error}", file=sys.stderr)
+        return 1
 
     return run()
 

@@ -16,6 +16,9 @@ def main() -> int:
     except ModuleNotFoundError as error:  # of the base install, which is the ingress's
         print(f"llm-serve: {error}: install llm-ring with its extra, llm-ring[serve]", file=sys.stderr)
         return 1
+    except ImportError as error:  # llama.cpp's library
+        print(f"llm-serve: {error}", file=sys.stderr)
+        return 1
 
     return int(run())
 

@@ -103,6 +103,18 @@ def test_a_stall_is_a_gap_that_reaches_into_the_long_prompts_time() -> None:
     assert figures["ttft_ratio"] == pytest.approx(2)
 
 
+def test_tokens_that_come_in_one_read_are_no_step_apart() -> None:
+    """Where steps are short, most tokens do, and the usual step would be none at all."""
+    stream = answer(text_at=[0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3])
+    figures = prefill_stall.figures(
+        prefill_stall.Join(
+            alone=answer(text_at=[1.0]), joining=answer(asked_at=0.15, text_at=[0.35]), streams=[stream]
+        )
+    )
+    assert round(figures["step_ms"]) == 150  # the median of 100 and 200
+    assert round(figures["gap_ms"]) == 200
+
+
 def test_a_long_prompt_that_no_stream_ran_beside_measures_nothing() -> None:
     join = prefill_stall.Join(
         alone=answer(text_at=(2.0,)),

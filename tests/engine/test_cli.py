@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_engine import llama
 from llm_engine.cli import main
 
 COMMAND = (sys.executable, "-m", "llm_engine", "--model", "smollm2", "--ctx-size", "256", "--prompt", "Hi")
@@ -36,3 +37,11 @@ def test_an_option_that_is_wrong_is_called_as_its_flag(
 ) -> None:
     assert main(["--prompt", "Hi", *flags.split()]) == 1
     assert capsys.readouterr().err.startswith(f"llm-engine: {complaint}")
+
+
+@pytest.mark.skipif(llama.has_gpu(), reason="needs a build of llama.cpp that finds no GPU")
+def test_layers_for_a_gpu_that_is_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """They would lie on the CPU without a word, in 16 slots whose answers depend on each other."""
+    assert main(["--prompt", "Hi", "--model", "smollm2", "--n-gpu-layers", "-1"]) == 1
+    complaint = "--n-gpu-layers is -1: this build of llama.cpp finds no GPU"
+    assert capsys.readouterr().err == f"llm-engine: {complaint}\n"

@@ -3,11 +3,13 @@
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from llm_engine.backend import LlamaBackend, context_params
 from llm_engine.config import EngineConfig
+from llm_engine.errors import BackendError
 from llm_engine.model import Model
 
 pytestmark = pytest.mark.model
@@ -53,4 +55,21 @@ def test_moving_states_leaves_nothing_behind(model: Model) -> None:
             backend.copy(0, 1)
 
     assert n_left_by(work) < N_TIMES
+    backend.close()
+
+
+def test_a_state_for_which_there_is_no_memory_is_not_moved(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a copy from slot to slot the loop would have heard a MemoryError, and ended."""
+    config = EngineConfig(max_inflight=2, ctx_size=256)
+    backend = LlamaBackend.create(model, context_params(config, 256), "fingerprint")
+
+    def refuse(n_bytes: int) -> NoReturn:
+        raise MemoryError(f"{n_bytes} bytes")
+
+    monkeypatch.setattr("llm_engine.backend.state_buffer", refuse)
+    for move in (lambda: backend.copy(0, 1), lambda: backend.fetch(0, checkpoint=False)):
+        with pytest.raises(BackendError, match="no memory"):
+            move()
     backend.close()

@@ -1,0 +1,53 @@
+"""The benchmarks of the engine alone, each run once with little to do, on a model with random weights."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import engine, prefix, sampling, step_target
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def flags(hybrid_model: Path, tmp_path: Path) -> list[str]:
+    """The model, and where the figures go."""
+    return ["--model", str(hybrid_model), *("--json", f"{tmp_path}/out.json", "--png", f"{tmp_path}/out.png")]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[Any]:
+    """Reads what a mode wrote."""
+    yield lambda: json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_engine_runs(flags: list[str], results: Any) -> None:
+    load = ["--batch", "1,2", "--tokens", "32", "--rounds", "2", "--threads", "1"]
+    assert engine.main([*flags, *load]) == 0
+    assert [each["batch"] for each in results()] == [1, 2]
+    assert all(len(each["ratio"]) == 2 and min(each["ratio"]) > 0 for each in results())
+
+
+def test_sampling_runs(flags: list[str], results: Any) -> None:
+    assert sampling.main([*flags, "--batch", "2", "--tokens", "3", "--threads", "1"]) == 0
+    assert set(results()["chosen_ms"]) == {sampling.GREEDY, *sampling.CASES}
+    assert all(len(times) == 3 for times in results()["chosen_ms"].values())
+
+
+def test_step_target_runs(flags: list[str], results: Any) -> None:
+    load = ["--requests", "3", "--seconds", "0.7", "--tokens", "4", "--prompt-tokens", "200", "--target", "5"]
+    assert step_target.main([*flags, *load, "--rounds", "1", "--threads", "1"]) == 0
+    short, long = results()
+    assert set(short["runs"]) == {step_target.FREE, step_target.TARGET}
+    assert long["runs"][step_target.TARGET][0]["long_ttft_ms"] > 0
+
+
+def test_prefix_runs(flags: list[str], results: Any) -> None:
+    assert prefix.main([*flags, "--loads", "alternating", "--rounds", "1"]) == 0
+    runs = results()["alternating"]
+    reused, anew = (sum(turn["n_cached"] for turn in runs[mode][0]) for mode in ("reused", "anew"))
+    assert reused > anew == 0
