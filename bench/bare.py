@@ -113,8 +113,9 @@ class BareLoop:
         return self._logits.of(len(last))
 
     def cut(self, seq_id: int, n_tokens: int) -> None:
-        """Keep the first tokens of a sequence."""
-        llama.cut_cells(self._context, seq_id, n_tokens)
+        """Keep the first tokens of a sequence. Raises: RuntimeError if its state cannot be cut there."""
+        if not llama.cut_cells(self._context, seq_id, n_tokens):
+            raise RuntimeError(f"the state of this model cannot be cut to {n_tokens} tokens")
 
     def _decode(self) -> None:
         code = llama.decode(self._context, self._batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import engine, prefix, sampling, step_target
+from bench import engine, mixed, prefix, sampling, step_target
 
 pytestmark = pytest.mark.model
 
@@ -30,6 +30,14 @@ def test_engine_runs(flags: list[str], results: Any) -> None:
     assert engine.main([*flags, *load]) == 0
     assert [each["batch"] for each in results()] == [1, 2]
     assert all(len(each["ratio"]) == 2 and min(each["ratio"]) > 0 for each in results())
+
+
+def test_mixed_runs(smollm2: Path, flags: list[str], results: Any) -> None:
+    load = ["--model", str(smollm2), "--streams", "2", "--depths", "0,80", "--slices", "0,3", "--rounds", "2"]
+    assert mixed.main([*flags, *load, "--threads", "1"]) == 0
+    assert {(depth, n): len(ms) for depth, each in results().items() for n, ms in each.items()} == {
+        (depth, n): 2 for depth in ("0", "80") for n in ("0", "3")
+    }
 
 
 def test_sampling_runs(flags: list[str], results: Any) -> None:

@@ -99,19 +99,9 @@ def test_one_chunk_runs(mode: ModuleType, files: list[str], results: Any) -> Non
 
 
 @pytest.mark.model
-def test_affinity_runs(files: list[str], results: Any, smollm2: Path) -> None:
-    load = [
-        "--model",
-        str(smollm2),
-        "--conversations",
-        "2",
-        "--turns",
-        "2",
-        "--history",
-        "100",
-        "--tokens",
-        "2",
-    ]
-    assert affinity.main([*load, "--pause", "0.1", "--runs", "1", *files]) == 0
+@pytest.mark.usefixtures("smollm2")
+def test_affinity_runs(files: list[str], results: Any) -> None:
+    load = ["--conversations", "2", "--turns", "2", "--history", "100", "--tokens", "2", "--pause", "0.1"]
+    assert affinity.main([*load, "--runs", "1", *files]) == 0
     (run,) = results()["2"]
     assert (run["turns"], run["had_room"], run["at_once"]) == (2, 100, 100)
