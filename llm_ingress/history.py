@@ -93,6 +93,8 @@ class History:
     def restore(self, conversations: Iterable[Conversation], now: float) -> None:
         """Take over what an earlier process kept; what is past its time or the bounds ends at once."""
         for conversation in sorted(conversations, key=lambda one: one.used_at):
+            # By a wall clock that was set back it was used in times to come, and would outlive all others.
+            conversation.used_at = min(conversation.used_at, now)
             self._add(conversation)
         self.expire(now)
         self._make_room()

@@ -176,6 +176,16 @@ def test_what_an_earlier_process_kept_goes_on_where_it_was() -> None:
     assert made.n_bytes == 10 + 2 * LENGTH_BYTES
 
 
+def test_what_was_used_in_times_to_come_does_not_outlive_the_rest() -> None:
+    made = history()
+    ahead = Conversation(key=key("ahead"), used_at=1e9)  # the wall clock was set back since
+    ahead.take(record())
+    made.restore([ahead], 0.0)
+    say(made, "a", now=1.0)
+    made.expire(1.0 + TTL_S)
+    assert made.take_lost() == [key("ahead"), key("a")]
+
+
 @pytest.mark.parametrize(
     ("bounds", "names"),
     [
