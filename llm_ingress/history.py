@@ -2,8 +2,9 @@
 
 A conversation belongs to one tenant and ends when it was not used for `ttl_s`, when its client deletes it, or
 to make room: then the tenant with most conversations loses the one it used longest ago. One that a turn is
-under way in is never lost. Whose conversation ended in another way than by its own wish is told so: an answer
-without what was said before would be wrong, and nobody could see it.
+under way in is never lost, and room is made only once there is something to keep: a turn that is refused or
+fails costs nobody anything. Whose conversation ended in another way than by its own wish is told so: an
+answer without what was said before would be wrong, and nobody could see it.
 
 Owns: the records of every conversation, and which have ended. Called by: `conversations.py`. Pure, with the
 time as a parameter: monotonic seconds.
@@ -78,6 +79,8 @@ class History:
         self._ended: dict[ConversationKey, None] = {}  # likewise
         self._shares = Shares()  # conversations of each tenant
         self._n_bytes = 0
+        self._n_busy = 0
+        self._n_said = 0  # conversations in which something was said
         self._lost: list[ConversationKey] = []
 
     @property
@@ -115,6 +118,7 @@ class History:
             )
         assert not conversation.is_busy, f"two turns at once in {key.id}"
         conversation.is_busy = True
+        self._n_busy += 1
         self._use(conversation, now)
         return conversation
 
@@ -123,6 +127,7 @@ class History:
         if not self.holds(conversation):
             return False
         self._n_bytes -= conversation.n_bytes
+        self._n_said += not conversation.records
         conversation.take(record)
         self._n_bytes += conversation.n_bytes
         return True
@@ -130,6 +135,7 @@ class History:
     def end(self, conversation: Conversation, now: float) -> None:
         """End a turn. A conversation in which nothing was said in full is none."""
         conversation.is_busy = False
+        self._n_busy -= 1
         if self.holds(conversation):
             self._use(conversation, now)
             if not conversation.records:
@@ -162,9 +168,8 @@ class History:
     def _open(self, key: ConversationKey) -> Conversation:
         if key in self._ended:
             raise ConversationGone("It was not used for too long, or had to make room for others")
-        self._make_room(n_more=1)
-        if len(self._conversations) >= self._config.max_conversations:
-            message = f"turns are under way in all {len(self._conversations)} conversations that are kept"
+        if self._n_busy >= self._config.max_conversations:
+            message = f"turns are under way in all {self._n_busy} conversations that are kept"
             raise NoTurn(RefusalReason.SYSTEM_SESSIONS_FULL, message)
         conversation = Conversation(key=key)
         self._add(conversation)
@@ -174,11 +179,13 @@ class History:
         self._conversations[conversation.key] = conversation
         self._shares.take(conversation.key.tenant)
         self._n_bytes += conversation.n_bytes
+        self._n_said += bool(conversation.records)
 
     def _remove(self, conversation: Conversation) -> None:
         del self._conversations[conversation.key]
         self._shares.give_back(conversation.key.tenant)
         self._n_bytes -= conversation.n_bytes
+        self._n_said -= bool(conversation.records)
 
     def _lose(self, conversation: Conversation) -> None:
         """End a conversation whose client did not ask for it."""
@@ -198,19 +205,21 @@ class History:
                 return
             yield conversation
 
-    def _make_room(self, n_more: int = 0) -> None:
-        """End idle conversations until `n_more` fit beside the rest, or none is idle."""
-        while self._is_beyond(n_more) and (victim := self._victim()) is not None:
+    def _make_room(self) -> None:
+        """End idle conversations until the rest is within its bounds, or none is idle."""
+        while self._is_beyond() and (victim := self._victim()) is not None:
             self._lose(victim)
 
-    def _is_beyond(self, n_more: int) -> bool:
-        n_after = len(self._conversations) + n_more
-        return n_after > self._config.max_conversations or self._n_bytes > self._config.max_bytes
+    def _is_beyond(self) -> bool:
+        is_too_many = self._n_said > self._config.max_conversations
+        return is_too_many or self._n_bytes > self._config.max_bytes
 
     def _victim(self) -> Conversation | None:
         """The conversation used longest ago of whoever has most, and of those that are idle."""
-        idle: dict[str, Conversation] = {}
-        for conversation in self._conversations.values():
-            if not conversation.is_busy:
-                idle.setdefault(conversation.key.tenant, conversation)
-        return next((idle[tenant] for tenant in self._shares.above(0) if tenant in idle), None)
+        idle = (self._idle_of(tenant) for tenant in self._shares.above(0))
+        return next(filter(None, idle), None)
+
+    def _idle_of(self, tenant: str) -> Conversation | None:
+        """The conversation that a tenant used longest ago, of those that are idle."""
+        mine = (one for one in self._conversations.values() if one.key.tenant == tenant)
+        return next((one for one in mine if not one.is_busy), None)

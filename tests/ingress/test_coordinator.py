@@ -376,6 +376,40 @@ async def test_a_conversation_beyond_their_number_makes_the_oldest_end() -> None
         assert (await ring.ask()).status_code == 409
 
 
+async def test_a_turn_that_is_refused_costs_nobody_a_conversation() -> None:
+    async with ringing(history=HistoryConfig(max_conversations=1), budgets=Budgets(max_sessions=1)) as ring:
+        await ring.talk(text="one")
+        assert (await ring.ask(conversation_id=OTHER_ID)).status_code == 503
+        assert await ring.talk() == [b"one"]
+
+
+async def test_a_conversation_of_which_nothing_is_left_is_no_session_any_more(ring: Ring) -> None:
+    async def has_sessions(n: int) -> None:
+        async with asyncio.timeout(5):
+            while (await ring.stats())["budgets"]["sessions"] != n:
+                pass
+
+    asked = ring.ask()
+    grant = await ring.worker.granted()
+    await has_sessions(1)
+    ring.worker.fail(grant)
+    ring.worker.offer(4)
+    await asked
+    await has_sessions(0)  # its first turn has never been
+    await ring.talk()
+    asked = ring.ask()
+    ring.worker.fail(await ring.worker.granted())
+    ring.worker.offer(4)
+    await asked
+    await has_sessions(1)
+    asked = ring.ask()
+    grant = await ring.worker.granted()
+    await ring.client.delete(f"/coordinator/sessions/{ID}")
+    ring.answer(grant)
+    assert (await asked).status_code == 200
+    await has_sessions(0)  # it was deleted meanwhile
+
+
 # --- whose conversation it is
 
 

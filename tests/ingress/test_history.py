@@ -146,6 +146,14 @@ def test_room_is_made_by_whoever_has_most_and_from_what_was_unused_for_longest()
     assert said(made, "old", tenant="modest", now=5.0) == [b"said"]
 
 
+def test_a_turn_that_is_not_kept_makes_nobody_lose_a_conversation() -> None:
+    made = history(max_conversations=1)
+    say(made, "a")
+    made.end(made.begin(key("refused"), 0, 1.0), 1.0)
+    assert made.take_lost() == []
+    assert said(made, "a", now=2.0) == [b"said"]
+
+
 def test_room_is_made_for_bytes_too() -> None:
     made = history(max_conversation_bytes=100, max_bytes=200)
     for i, name in enumerate(("a", "b", "c")):
