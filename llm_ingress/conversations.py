@@ -184,7 +184,8 @@ class Turn:
 
     def body(self, request: bytes) -> bytes:
         """The body of its lane: the request, and what was said before."""
-        return pack_asked(request, self._conversation.records)
+        limit_bytes = self._conversations.config.max_conversation_bytes
+        return pack_asked(request, self._conversation.records, limit_bytes=limit_bytes)
 
     async def keep(self, data: bytes) -> bytes:
         """Keep the record that its worker left; return the last of the answer.

@@ -18,12 +18,16 @@ from llm_ingress.errors import ConfigError, ConversationFull, ConversationGone, 
 from llm_ingress.shares import Shares
 from llm_ingress.turns import LENGTH_BYTES, Does, TurnRecord
 
+FULL = 2  # times what is to be kept of a conversation
 ENDED_REMEMBERED = 10_000  # conversations whose clients would be told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryConfig:
-    """Bounds of what is kept. A conversation may be past its bound by its last answer."""
+    """Bounds of what is kept.
+
+    One conversation past its bound is shortened by the worker of its next turn. `FULL` times that is the end.
+    """
 
     max_conversations: int = 1000
     max_conversation_bytes: int = 1024 * 1024
@@ -105,16 +109,16 @@ class History:
     def begin(self, key: ConversationKey, n_request_bytes: int, now: float) -> Conversation:
         """Begin a turn: of a new conversation if there is none.
 
-        Raises: ConversationGone if there was one; ConversationFull if the request does not fit behind what
-            was said; NoTurn for a new one while turns are under way in all that may be kept.
+        Raises: ConversationGone if there was one; ConversationFull if with this request it is too long to be
+            shortened; NoTurn for a new one while turns are under way in all that may be kept.
         """
-        limit_bytes = self._config.max_conversation_bytes
+        limit_bytes = FULL * self._config.max_conversation_bytes
         conversation = self._conversations.get(key)
         if conversation is None:
             conversation = self._open(key)
         elif conversation.n_bytes + n_request_bytes > limit_bytes:
             raise ConversationFull(
-                f"With this request it would be longer than the {limit_bytes} bytes that are kept of one"
+                f"With this request it is longer than {limit_bytes} bytes, too long to be shortened"
             )
         assert not conversation.is_busy, f"two turns at once in {key.id}"
         conversation.is_busy = True

@@ -44,7 +44,7 @@ def left(content: bytes) -> bytes:
 
 def carried(request: bytes, history: list[bytes]) -> bytes:
     """The body of a turn's lane."""
-    return pack_asked(request, history)
+    return pack_asked(request, history, limit_bytes=HistoryConfig().max_conversation_bytes)
 
 
 async def say(conversations: Conversations, content: bytes) -> None:

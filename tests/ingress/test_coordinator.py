@@ -343,14 +343,20 @@ async def test_over_a_budget_a_turn_waits_where_the_operator_has_it_so() -> None
         assert [(await each).status_code for each in (first, second)] == [200, 200]
 
 
-async def test_a_conversation_that_is_as_long_as_may_be_kept_is_full() -> None:
+async def test_a_worker_is_told_of_a_conversation_that_is_too_long_and_at_twice_that_it_is_full() -> None:
     async with ringing(history=HistoryConfig(max_conversation_bytes=400)) as ring:
-        await ring.talk(text="x" * 200)
-        response = await ring.ask("y" * 100)
+        await ring.talk(text="x" * 390)
+        asked = ring.ask()
+        grant = await ring.worker.granted()
+        turn = unpack_asked(grant.body)
+        assert (turn.limit_bytes, turn.history) == (400, (b"x" * 390,))
+        assert turn.n_bytes > turn.limit_bytes
+        ring.answer(grant, "y" * 390)  # nor does it shorten anything
+        assert (await asked).status_code == 200
+        response = await ring.ask()
         error = error_of(response)
         assert (response.status_code, error["reason"], error["code"]) == (409, "session_full", "session_full")
         assert response.headers["x-should-retry"] == "false"
-        assert await ring.talk(text="two") == [b"x" * 200]
 
 
 async def test_a_prompt_that_no_conversation_could_keep_is_too_long() -> None:

@@ -162,13 +162,13 @@ def test_room_is_made_for_bytes_too() -> None:
     assert made.n_bytes == 160
 
 
-def test_a_request_that_would_make_a_conversation_too_long_is_refused_and_changes_nothing() -> None:
+def test_a_conversation_beyond_its_bound_goes_on_and_at_twice_that_it_is_full() -> None:
     made = history(max_conversation_bytes=100)
-    say(made, "a", bytes(86))
+    say(made, "a", bytes(186))
     with pytest.raises(ConversationFull):
         made.begin(key("a"), 11, 0.0)
     made.end(made.begin(key("a"), 10, 0.0), 0.0)
-    assert said(made, "a") == [bytes(86)]
+    assert said(made, "a") == [bytes(186)]
 
 
 def test_what_an_earlier_process_kept_goes_on_where_it_was() -> None:
