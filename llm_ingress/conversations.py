@@ -53,6 +53,7 @@ class Conversations:
         self._lines = Lines(max_waiting=WAITING_PER_CONVERSATION, max_waiting_in_all=WAITING_IN_ALL)
         self._waiters: dict[ConversationKey, dict[Ticket, asyncio.Future[None]]] = {}
         self._deletions: set[asyncio.Task[None]] = set()
+        self._lost: list[ConversationKey] = []  # since the last tick
         self._undeleted: set[ConversationKey] = set()  # they have ended, and may be in the file yet
         if file is not None:
             now = clock()
@@ -93,10 +94,15 @@ class Conversations:
         if self._file is not None:
             self._file.close()
 
-    def tick(self) -> None:
-        """End what was not used for too long; called several times a second."""
+    def tick(self) -> list[ConversationKey]:
+        """End what was not used for too long; called several times a second.
+
+        Returns what has ended against its client's wish since the last time.
+        """
         self._history.expire(self._clock())
         self._tidy()
+        lost, self._lost = self._lost, []
+        return lost
 
     def snapshot(self) -> ConversationsSnapshot:
         """Return how much is kept now."""
@@ -150,6 +156,7 @@ class Conversations:
     def _tidy(self) -> None:
         """Delete from the file what has ended against its client's wish."""
         lost = self._history.take_lost()
+        self._lost += lost
         if lost and self._file is not None:
             deletion = asyncio.get_running_loop().create_task(self._delete(self._file, lost))
             self._deletions.add(deletion)

@@ -74,6 +74,12 @@ class Ring:
             while (await self.stats())[field] != value:
                 pass
 
+    async def has_sessions(self, n: int) -> None:
+        """Wait until so many are counted to the budget."""
+        async with asyncio.timeout(5):
+            while (await self.stats())["budgets"]["sessions"] != n:
+                pass
+
 
 @asynccontextmanager
 async def ringing(
@@ -389,31 +395,33 @@ async def test_a_turn_that_is_refused_costs_nobody_a_conversation() -> None:
         assert await ring.talk() == [b"one"]
 
 
-async def test_a_conversation_of_which_nothing_is_left_is_no_session_any_more(ring: Ring) -> None:
-    async def has_sessions(n: int) -> None:
-        async with asyncio.timeout(5):
-            while (await ring.stats())["budgets"]["sessions"] != n:
-                pass
+async def test_a_conversation_that_made_room_for_others_is_no_session_any_more() -> None:
+    async with ringing(history=HistoryConfig(max_conversations=2)) as ring:
+        for n in range(5):
+            await ring.talk(conversation_id=ID.replace("550e", f"550{n}"))
+        await ring.has_sessions(2)
 
+
+async def test_a_conversation_of_which_nothing_is_left_is_no_session_any_more(ring: Ring) -> None:
     asked = ring.ask()
     grant = await ring.worker.granted()
-    await has_sessions(1)
+    await ring.has_sessions(1)
     ring.worker.fail(grant)
     ring.worker.offer(4)
     await asked
-    await has_sessions(0)  # its first turn has never been
+    await ring.has_sessions(0)  # its first turn has never been
     await ring.talk()
     asked = ring.ask()
     ring.worker.fail(await ring.worker.granted())
     ring.worker.offer(4)
     await asked
-    await has_sessions(1)
+    await ring.has_sessions(1)
     asked = ring.ask()
     grant = await ring.worker.granted()
     await ring.client.delete(f"/coordinator/sessions/{ID}")
     ring.answer(grant)
     assert (await asked).status_code == 200
-    await has_sessions(0)  # it was deleted meanwhile
+    await ring.has_sessions(0)  # it was deleted meanwhile
 
 
 # --- whose conversation it is
