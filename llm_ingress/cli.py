@@ -30,7 +30,7 @@ from llm_ingress.endpoint import parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.frames import MAX_LANE_BYTES
 from llm_ingress.gateway import AtCap, Budgets, Gateway, GatewayConfig
-from llm_ingress.history import HistoryConfig
+from llm_ingress.history import FULL, HistoryConfig
 from llm_ingress.history_file import HistoryFile
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Listener, ServingConfig, listen, serve
@@ -174,10 +174,10 @@ def _ring_config(args: argparse.Namespace) -> GatewayConfig:
 
 def _check_that_lanes_fit(ring: GatewayConfig, public: PublicConfig, history: HistoryConfig) -> None:
     """Raises: ConfigError if workers would end the connection over the largest request or conversation."""
-    most = MAX_LANE_BYTES - ring.response_buffer_bytes
-    for name, value in (
-        ("max_request_bytes", public.max_request_bytes),
-        ("max_conversation_bytes", history.max_conversation_bytes),
+    lane = MAX_LANE_BYTES - ring.response_buffer_bytes
+    for name, value, most in (
+        ("max_request_bytes", public.max_request_bytes, lane),
+        ("max_conversation_bytes", history.max_conversation_bytes, lane // FULL),
     ):
         if value > most:
             raise ConfigError(
@@ -337,7 +337,7 @@ def add_history_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=bounds.max_conversation_bytes,
         metavar="BYTES",
-        help="kept of one conversation; beyond it 409 session_full (default: 1 MiB)",
+        help="kept of one conversation; beyond it older turns become a summary (default: 1 MiB)",
     )
     history.add_argument(
         "--history-bytes",

@@ -53,6 +53,8 @@ class Conversations:
         self._lines = Lines(max_waiting=WAITING_PER_CONVERSATION, max_waiting_in_all=WAITING_IN_ALL)
         self._waiters: dict[ConversationKey, dict[Ticket, asyncio.Future[None]]] = {}
         self._deletions: set[asyncio.Task[None]] = set()
+        self._lost: list[ConversationKey] = []  # since the last tick
+        self._undeleted: set[ConversationKey] = set()  # they have ended, and may be in the file yet
         if file is not None:
             now = clock()
             self._history.restore(file.load(now), now)
@@ -76,15 +78,15 @@ class Conversations:
 
         A turn of it that is under way is answered, and not kept; those that wait end: they meant to follow.
 
-        Raises: HistoryFault if it is still in the file.
+        Raises: HistoryFault if it is still in the file; to be asked again.
         """
-        if not self._history.forget(key):
+        if not self._history.forget(key) and key not in self._undeleted:
             return False
         for waiter in self._waiters.get(key, {}).values():
             if not waiter.done():
                 waiter.set_exception(ConversationGone("It was deleted while this request waited"))
         if self._file is not None:
-            await self._file.forget([key])
+            await self._erase(self._file, [key])
         return True
 
     def close(self) -> None:
@@ -92,10 +94,15 @@ class Conversations:
         if self._file is not None:
             self._file.close()
 
-    def tick(self) -> None:
-        """End what was not used for too long; called several times a second."""
+    def tick(self) -> list[ConversationKey]:
+        """End what was not used for too long; called several times a second.
+
+        Returns what has ended against its client's wish since the last time.
+        """
         self._history.expire(self._clock())
         self._tidy()
+        lost, self._lost = self._lost, []
+        return lost
 
     def snapshot(self) -> ConversationsSnapshot:
         """Return how much is kept now."""
@@ -105,8 +112,14 @@ class Conversations:
             n_waiting=self._lines.n_waiting,
         )
 
+    def holds(self, conversation: Conversation) -> bool:
+        """Whether it is there yet: it was not deleted, and something was said in it or is about to be."""
+        return self._history.holds(conversation)
+
     async def write(self, conversation: Conversation, record: TurnRecord) -> None:
         """Keep what a turn left: in the file first. Raises: HistoryFault, with nothing kept."""
+        if self._file is not None and conversation.key in self._undeleted:
+            await self._erase(self._file, [conversation.key])  # it would stand before this turn at a restart
         if self._file is not None and self._history.holds(conversation):
             await self._file.keep(conversation.key, record)
         self._history.keep(conversation, record)
@@ -143,6 +156,7 @@ class Conversations:
     def _tidy(self) -> None:
         """Delete from the file what has ended against its client's wish."""
         lost = self._history.take_lost()
+        self._lost += lost
         if lost and self._file is not None:
             deletion = asyncio.get_running_loop().create_task(self._delete(self._file, lost))
             self._deletions.add(deletion)
@@ -150,9 +164,15 @@ class Conversations:
 
     async def _delete(self, file: HistoryFile, lost: list[ConversationKey]) -> None:
         try:
-            await file.forget(lost)
+            await self._erase(file, lost)
         except HistoryFault as fault:
             logger.warning("%d conversations that have ended stay in the file: %s", len(lost), fault)
+
+    async def _erase(self, file: HistoryFile, keys: list[ConversationKey]) -> None:
+        """Delete from the file. Raises: HistoryFault, with nothing deleted, and remembered as that."""
+        self._undeleted.update(keys)
+        await file.forget(keys)
+        self._undeleted.difference_update(keys)
 
 
 class Turn:
@@ -164,9 +184,15 @@ class Turn:
         self._ticket = ticket
         self._writing: asyncio.Task[None] | None = None
 
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing is left of its conversation, once it has ended."""
+        return not self._conversations.holds(self._conversation)
+
     def body(self, request: bytes) -> bytes:
         """The body of its lane: the request, and what was said before."""
-        return pack_asked(request, self._conversation.records)
+        limit_bytes = self._conversations.config.max_conversation_bytes
+        return pack_asked(request, self._conversation.records, limit_bytes=limit_bytes)
 
     async def keep(self, data: bytes) -> bytes:
         """Keep the record that its worker left; return the last of the answer.

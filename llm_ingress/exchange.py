@@ -160,9 +160,15 @@ class Exchange:
             self._gateway.leave(self._lane)
             self._log_end(self._lane)
         if self._turn is not None:
-            self._turn.end()
+            self._end_turn(self._turn)
         # Lane and task both lead back here: without this their bodies wait for the garbage collector.
         self._lane = self._task = None
+
+    def _end_turn(self, turn: Turn) -> None:
+        """Let the conversation's next turn begin. Where nothing is left of it, its session ends with it."""
+        turn.end()
+        if turn.is_void and self._lane is not None and (gone := self._lane.request.conversation) is not None:
+            self._gateway.forget(self._lane.request.tenant, gone)
 
     async def _answer(self, lane: Lane) -> None:
         while lane.outcome is None and not lane.unread:

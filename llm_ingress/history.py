@@ -2,8 +2,9 @@
 
 A conversation belongs to one tenant and ends when it was not used for `ttl_s`, when its client deletes it, or
 to make room: then the tenant with most conversations loses the one it used longest ago. One that a turn is
-under way in is never lost. Whose conversation ended in another way than by its own wish is told so: an answer
-without what was said before would be wrong, and nobody could see it.
+under way in is never lost, and room is made only once there is something to keep: a turn that is refused or
+fails costs nobody anything. Whose conversation ended in another way than by its own wish is told so: an
+answer without what was said before would be wrong, and nobody could see it.
 
 Owns: the records of every conversation, and which have ended. Called by: `conversations.py`. Pure, with the
 time as a parameter: monotonic seconds.
@@ -17,12 +18,16 @@ from llm_ingress.errors import ConfigError, ConversationFull, ConversationGone, 
 from llm_ingress.shares import Shares
 from llm_ingress.turns import LENGTH_BYTES, Does, TurnRecord
 
+FULL = 2  # times what is to be kept of a conversation
 ENDED_REMEMBERED = 10_000  # conversations whose clients would be told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryConfig:
-    """Bounds of what is kept. A conversation may be past its bound by its last answer."""
+    """Bounds of what is kept.
+
+    One conversation past its bound is shortened by the worker of its next turn. `FULL` times that is the end.
+    """
 
     max_conversations: int = 1000
     max_conversation_bytes: int = 1024 * 1024
@@ -78,6 +83,8 @@ class History:
         self._ended: dict[ConversationKey, None] = {}  # likewise
         self._shares = Shares()  # conversations of each tenant
         self._n_bytes = 0
+        self._n_busy = 0
+        self._n_said = 0  # conversations in which something was said
         self._lost: list[ConversationKey] = []
 
     @property
@@ -93,6 +100,8 @@ class History:
     def restore(self, conversations: Iterable[Conversation], now: float) -> None:
         """Take over what an earlier process kept; what is past its time or the bounds ends at once."""
         for conversation in sorted(conversations, key=lambda one: one.used_at):
+            # By a wall clock that was set back it was used in times to come, and would outlive all others.
+            conversation.used_at = min(conversation.used_at, now)
             self._add(conversation)
         self.expire(now)
         self._make_room()
@@ -100,19 +109,20 @@ class History:
     def begin(self, key: ConversationKey, n_request_bytes: int, now: float) -> Conversation:
         """Begin a turn: of a new conversation if there is none.
 
-        Raises: ConversationGone if there was one; ConversationFull if the request does not fit behind what
-            was said; NoTurn for a new one while turns are under way in all that may be kept.
+        Raises: ConversationGone if there was one; ConversationFull if with this request it is too long to be
+            shortened; NoTurn for a new one while turns are under way in all that may be kept.
         """
-        limit_bytes = self._config.max_conversation_bytes
+        limit_bytes = FULL * self._config.max_conversation_bytes
         conversation = self._conversations.get(key)
         if conversation is None:
             conversation = self._open(key)
         elif conversation.n_bytes + n_request_bytes > limit_bytes:
             raise ConversationFull(
-                f"With this request it would be longer than the {limit_bytes} bytes that are kept of one"
+                f"With this request it is longer than {limit_bytes} bytes, too long to be shortened"
             )
         assert not conversation.is_busy, f"two turns at once in {key.id}"
         conversation.is_busy = True
+        self._n_busy += 1
         self._use(conversation, now)
         return conversation
 
@@ -121,6 +131,7 @@ class History:
         if not self.holds(conversation):
             return False
         self._n_bytes -= conversation.n_bytes
+        self._n_said += not conversation.records
         conversation.take(record)
         self._n_bytes += conversation.n_bytes
         return True
@@ -128,6 +139,7 @@ class History:
     def end(self, conversation: Conversation, now: float) -> None:
         """End a turn. A conversation in which nothing was said in full is none."""
         conversation.is_busy = False
+        self._n_busy -= 1
         if self.holds(conversation):
             self._use(conversation, now)
             if not conversation.records:
@@ -160,9 +172,8 @@ class History:
     def _open(self, key: ConversationKey) -> Conversation:
         if key in self._ended:
             raise ConversationGone("It was not used for too long, or had to make room for others")
-        self._make_room(n_more=1)
-        if len(self._conversations) >= self._config.max_conversations:
-            message = f"turns are under way in all {len(self._conversations)} conversations that are kept"
+        if self._n_busy >= self._config.max_conversations:
+            message = f"turns are under way in all {self._n_busy} conversations that are kept"
             raise NoTurn(RefusalReason.SYSTEM_SESSIONS_FULL, message)
         conversation = Conversation(key=key)
         self._add(conversation)
@@ -172,11 +183,13 @@ class History:
         self._conversations[conversation.key] = conversation
         self._shares.take(conversation.key.tenant)
         self._n_bytes += conversation.n_bytes
+        self._n_said += bool(conversation.records)
 
     def _remove(self, conversation: Conversation) -> None:
         del self._conversations[conversation.key]
         self._shares.give_back(conversation.key.tenant)
         self._n_bytes -= conversation.n_bytes
+        self._n_said -= bool(conversation.records)
 
     def _lose(self, conversation: Conversation) -> None:
         """End a conversation whose client did not ask for it."""
@@ -196,19 +209,21 @@ class History:
                 return
             yield conversation
 
-    def _make_room(self, n_more: int = 0) -> None:
-        """End idle conversations until `n_more` fit beside the rest, or none is idle."""
-        while self._is_beyond(n_more) and (victim := self._victim()) is not None:
+    def _make_room(self) -> None:
+        """End idle conversations until the rest is within its bounds, or none is idle."""
+        while self._is_beyond() and (victim := self._victim()) is not None:
             self._lose(victim)
 
-    def _is_beyond(self, n_more: int) -> bool:
-        n_after = len(self._conversations) + n_more
-        return n_after > self._config.max_conversations or self._n_bytes > self._config.max_bytes
+    def _is_beyond(self) -> bool:
+        is_too_many = self._n_said > self._config.max_conversations
+        return is_too_many or self._n_bytes > self._config.max_bytes
 
     def _victim(self) -> Conversation | None:
         """The conversation used longest ago of whoever has most, and of those that are idle."""
-        idle: dict[str, Conversation] = {}
-        for conversation in self._conversations.values():
-            if not conversation.is_busy:
-                idle.setdefault(conversation.key.tenant, conversation)
-        return next((idle[tenant] for tenant in self._shares.above(0) if tenant in idle), None)
+        idle = (self._idle_of(tenant) for tenant in self._shares.above(0))
+        return next(filter(None, idle), None)
+
+    def _idle_of(self, tenant: str) -> Conversation | None:
+        """The conversation that a tenant used longest ago, of those that are idle."""
+        mine = (one for one in self._conversations.values() if one.key.tenant == tenant)
+        return next((one for one in mine if not one.is_busy), None)

@@ -46,14 +46,22 @@ class HistoryFile:
 
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
         """Raises: ConfigError if it cannot be used."""
+        self._path = path
         self._wall_clock = wall_clock
         self._connection = _open(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-ingress-history")
 
     def load(self, now: float) -> list[Conversation]:
-        """Everything in it; `now` is the moment on the clock of the history in memory."""
+        """Everything in it; `now` is the moment on the clock of the history in memory.
+
+        Raises: ConfigError, with the file closed, if it is broken.
+        """
         age_of_zero = self._wall_clock() - now
-        rows = self._connection.execute(_ALL).fetchall()
+        try:
+            rows = self._connection.execute(_ALL).fetchall()
+        except sqlite3.Error as error:
+            self.close()
+            raise ConfigError(f"the history file {self._path} cannot be read: {error}") from error
         return list(_conversations(rows, age_of_zero))
 
     async def keep(self, key: ConversationKey, record: TurnRecord) -> None:

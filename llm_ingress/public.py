@@ -98,7 +98,8 @@ class Public:
 
     def tick(self) -> None:
         """Act on what time alone decides; called several times a second."""
-        self._around.conversations.tick()
+        for tenant, session_id in self._around.conversations.tick():
+            self._around.gateway.forget(tenant, conversation_of_session(session_id))
 
     def drain(self) -> None:
         """Take no more requests, those that are still arriving included; each answer ends its connection."""

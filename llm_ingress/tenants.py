@@ -8,9 +8,13 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from typing import TypeAlias
 
 from llm_ingress.errors import ConfigError
+
+# A longer name is known by its digest: what tenants have is bounded by how many things, not by their names.
+NAME_MAX_CHARS = 256
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -33,7 +37,7 @@ class Tenancy:
     def tenant_of(self, peer: str, forwarded: Sequence[str], user: str | None) -> str:
         """Return the tenant of a request that came from `peer` with these X-Forwarded-For headers."""
         if self.by is TenantBy.USER and user:
-            return f"user {user}"
+            return _tenant_named(user)
         return self._client(peer, forwarded)
 
     def _client(self, peer: str, forwarded: Sequence[str]) -> str:
@@ -52,6 +56,12 @@ class Tenancy:
 
     def _trusts(self, address: Address) -> bool:
         return any(address in network for network in self.trusted)
+
+
+def _tenant_named(user: str) -> str:
+    if len(user) <= NAME_MAX_CHARS:
+        return f"user {user}"
+    return f"digest {blake2b(user.encode(), digest_size=16).hexdigest()}"
 
 
 def parse_proxies(texts: Iterable[str]) -> tuple[Network, ...]:

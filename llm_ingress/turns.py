@@ -1,10 +1,11 @@
 """A turn of a conversation as it travels: to a worker behind the turns before it, and back as a record.
 
-    body of the lane    request | record | record ...          each behind its length
+    body of the lane    request | limit | record | record ...  each behind its length
     record in the END   what it does (1 byte) | closing, behind its length | content
 
 What is in a request is the client's, what is in a record the worker's. An ingress keeps the contents in order
 and hands them on, unread; all it acts on is whether a record follows those before it or takes their place.
+The limit is how many bytes of a conversation are to be kept: the worker shortens one that is longer.
 `closing` is the last of the answer: the client gets it once the turn is kept.
 Called by: `conversations.py`; the worker's `conversation.py`. Pure.
 """
@@ -17,6 +18,7 @@ from enum import IntEnum
 from llm_ingress.errors import WireError
 
 _LENGTH = struct.Struct("!I")
+_LIMIT = struct.Struct("!Q")
 LENGTH_BYTES = _LENGTH.size
 
 
@@ -41,20 +43,27 @@ class AskedTurn:
     """A request, and what the turns before it left, oldest first."""
 
     request: bytes
+    limit_bytes: int
     history: tuple[bytes, ...]
 
+    @property
+    def n_bytes(self) -> int:
+        """What the conversation takes with this request."""
+        return len(self.request) + sum(LENGTH_BYTES + len(record) for record in self.history)
 
-def pack_asked(request: bytes, history: Iterable[bytes]) -> bytes:
+
+def pack_asked(request: bytes, history: Iterable[bytes], *, limit_bytes: int) -> bytes:
     """The body of a turn's lane."""
-    return b"".join(piece for part in (request, *history) for piece in (_LENGTH.pack(len(part)), part))
+    parts = (request, _LIMIT.pack(limit_bytes), *history)
+    return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
 
 
 def unpack_asked(body: bytes) -> AskedTurn:
     """What the body of a turn's lane holds. Raises: WireError."""
     parts = tuple(_parts(body))
-    if not parts:
-        raise WireError("a turn without its request")
-    return AskedTurn(parts[0], parts[1:])
+    if len(parts) < 2 or len(parts[1]) != _LIMIT.size:
+        raise WireError("a turn without its request, or without its limit")
+    return AskedTurn(parts[0], _LIMIT.unpack(parts[1])[0], parts[2:])
 
 
 def pack_turn(record: TurnRecord) -> bytes:

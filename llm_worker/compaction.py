@@ -64,26 +64,31 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a context allows. An answer with less than `n_room` does not fit. Units: tokens."""
+    """What a context allows. An answer with less than `n_room` does not fit. Units: tokens.
+
+    `n_most` is what a prompt may have with that room: the context, or less.
+    """
 
     n_ctx: int
     n_room: int
     n_summary: int
+    n_most: int
 
     @classmethod
-    def of(cls, n_ctx: int, max_tokens: int | None) -> "Bounds":
+    def of(cls, n_ctx: int, max_tokens: int | None, n_most: int | None = None) -> "Bounds":
         """The bounds of a context, for an answer of at most so many tokens."""
-        share = max(1, min(n_ctx // _SHARE, _SHARE_TOKENS_MAX))
-        return cls(n_ctx, min(max_tokens or share, share), share)
+        n_most = n_ctx if n_most is None else min(n_ctx, n_most)
+        share = max(1, min(n_most // _SHARE, _SHARE_TOKENS_MAX))
+        return cls(n_ctx, min(max_tokens or share, share), share, n_most)
 
     @property
     def n_target(self) -> int:
         """What the prompt is to shrink to, so that turns to come find room."""
-        return self.n_ctx // 2
+        return self.n_most // 2
 
     def hold(self, n_prompt: int) -> bool:
         """Whether a prompt leaves the answer its room."""
-        return n_prompt + self.n_room <= self.n_ctx
+        return n_prompt + self.n_room <= self.n_most
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def outline(turns: Turns, bounds: Bounds, known: Known, measure: Measure) -> Out
         return _bare(turns, known.n_older, measure)
     n_older = _place(turns, places, bounds, measure)  # 2
     n_prompt = measure(shortened(turns, n_older, _TOKEN))
-    n_left = 0 if n_prompt is None else bounds.n_ctx - bounds.n_room - n_prompt
+    n_left = 0 if n_prompt is None else bounds.n_most - bounds.n_room - n_prompt
     n_summary = min(bounds.n_summary, n_left)
     if n_summary < min(_SUMMARY_TOKENS_MIN, bounds.n_summary):  # 3
         return _bare(turns, n_older, measure)

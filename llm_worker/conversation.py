@@ -15,7 +15,7 @@ import orjson
 
 from llm_ingress.api.errors import session_gone
 from llm_ingress.api.infer import InferRequest, parse_infer
-from llm_ingress.api.schemas import ChatMessage, ChatRequest, Truncation
+from llm_ingress.api.schemas import ChatMessage, ChatRequest
 from llm_ingress.errors import WireError
 from llm_ingress.turns import Does, TurnRecord, unpack_asked
 from llm_worker.compaction import Compaction, shortened
@@ -35,10 +35,14 @@ _MESSAGES = msgspec.json.Decoder(Messages)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a client asks, and what was said before."""
+    """What a client asks, and what was said before.
+
+    `share` is how much of it is to be kept: with less than 1 it has to be shortened.
+    """
 
     request: InferRequest
     earlier: Messages
+    share: float = 1.0
 
     @property
     def asked(self) -> Said:
@@ -59,7 +63,6 @@ class Turn:
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
-            truncation=Truncation.AUTO,
         )
 
     def left(self, compaction: Compaction | None) -> tuple[Does, Messages]:
@@ -80,7 +83,7 @@ def read_turn(body: bytes) -> Turn:
         earlier = tuple(message for record in asked.history for message in _MESSAGES.decode(record))
     except (WireError, msgspec.MsgspecError, ValueError) as error:
         raise session_gone("What was said in this conversation cannot be read") from error
-    return Turn(parse_infer(asked.request), earlier)
+    return Turn(parse_infer(asked.request), earlier, min(1.0, asked.limit_bytes / asked.n_bytes))
 
 
 def record_of(does: Does, said: Messages, *, closing: bytes) -> TurnRecord:

@@ -46,13 +46,17 @@ class Fitted:
 Fitting: TypeAlias = Generator[Prepared, str, Fitted]
 
 
-def fit(request: GenerateRequest, engine: TextEngine, recall: Recall) -> Fitting:
+def fit(request: GenerateRequest, engine: TextEngine, recall: Recall, *, share: float = 1.0) -> Fitting:
     """Prepare a request, shortened if its prompt leaves the answer no room or too little.
+
+    With a `share` below 1, no more than that part of it may stay, whatever the context has room for.
 
     Raises: what `prepare` of the engine does; PromptTooLong where no shortening helps.
     """
-    turns, bounds = tuple(request.messages), Bounds.of(engine.info.n_ctx, request.max_tokens)
+    turns, n_ctx = tuple(request.messages), engine.info.n_ctx
     whole = _prepared(engine, request)
+    n_most = int(len(whole.prompt) * share) if isinstance(whole, Prepared) and share < 1 else n_ctx
+    bounds = Bounds.of(n_ctx, request.max_tokens, n_most)
     if isinstance(whole, Prepared) and bounds.hold(len(whole.prompt)):
         return Fitted(prepared=whole)
     todo = outline(turns, bounds, find_known(turns, recall), _measure(engine, request))

@@ -8,8 +8,9 @@ Called by: `worker.py`, on the preparation thread. Pure.
 """
 
 import secrets
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from llm_engine.errors import PromptTooLong
@@ -78,29 +79,32 @@ def preparation(
     cannot be continued here.
     """
     if grant.path == INFER:
-        turn = read_turn(grant.body)
-        return (yield from _turn_steps(grant, turn, engine, created, recall, policy))
-    return (yield from _steps(grant, parse_chat(grant.body), engine, created, recall, policy))
+        return (yield from _turn_steps(grant, read_turn(grant.body), engine, created, recall))
+    chat = parse_chat(grant.body)
+    return (yield from _steps(grant, chat, engine, created, partial(_fitted, chat, policy, engine, recall)))
 
 
-def _turn_steps(
-    grant: Grant, turn: Turn, engine: TextEngine, created: int, recall: Recall, policy: Policy
-) -> Steps:
+def _turn_steps(grant: Grant, turn: Turn, engine: TextEngine, created: int, recall: Recall) -> Steps:
+    to_fit = partial(fit, engine=engine, recall=recall, share=turn.share)
     try:
-        ready = yield from _steps(grant, turn.chat(), engine, created, recall, policy)
+        ready = yield from _steps(grant, turn.chat(), engine, created, to_fit)
     except PromptTooLong as error:
         raise prompt_too_long(error.n_prompt, error.n_ctx) from error
     return replace(ready, turn=turn)
 
 
 def _steps(
-    grant: Grant, chat: ChatRequest, engine: TextEngine, created: int, recall: Recall, policy: Policy
+    grant: Grant,
+    chat: ChatRequest,
+    engine: TextEngine,
+    created: int,
+    to_fit: Callable[[GenerateRequest], Fitting],
 ) -> Steps:
     if grant.progress:
         return _continuation(grant, chat, engine)
     seed = secrets.randbits(SEED_BITS) if chat.seed is None else chat.seed
     request = generate_request(chat, seed=seed, max_tokens=chat.token_limit)
-    fitted = yield from _fitted(request, chat, engine, recall, policy)
+    fitted = yield from to_fit(request)
     start = Start(
         id=f"chatcmpl-{grant.request_id}",
         created=created,
@@ -114,7 +118,7 @@ def _steps(
 
 
 def _fitted(
-    request: GenerateRequest, chat: ChatRequest, engine: TextEngine, recall: Recall, policy: Policy
+    chat: ChatRequest, policy: Policy, engine: TextEngine, recall: Recall, request: GenerateRequest
 ) -> Fitting:
     """The request, shortened if it has to be and may be."""
     by_default = Truncation.AUTO if policy is Policy.SUMMARY else Truncation.DISABLED

@@ -60,6 +60,10 @@ def complaint_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
             "--max-request-bytes is 66846721, must be at most 66846720: with the progress of its answer, "
             "up to --response-buffer, 262144, it is to fit into a lane",
         ),
+        (
+            "--history-conversation-bytes 33423361",
+            "is 33423361, must be at most 33423360",  # twice that travels
+        ),
         ("--response-buffer 67108864", "must be at most 0"),
         (
             "--heartbeat-timeout 0.5",

@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,11 @@ def left(content: bytes) -> bytes:
     return pack_turn(TurnRecord(closing=b"closing of " + content, content=content))
 
 
+def carried(request: bytes, history: list[bytes]) -> bytes:
+    """The body of a turn's lane."""
+    return pack_asked(request, history, limit_bytes=HistoryConfig().max_conversation_bytes)
+
+
 async def say(conversations: Conversations, content: bytes) -> None:
     turn = await begin(conversations)
     assert await turn.keep(left(content)) == b"closing of " + content
@@ -57,7 +62,7 @@ async def heard(conversations: Conversations) -> bytes:
 async def test_a_turn_finds_those_before_it(conversations: Conversations) -> None:
     await say(conversations, b"one")
     await say(conversations, b"two")
-    assert await heard(conversations) == pack_asked(b"ask", [b"one", b"two"])
+    assert await heard(conversations) == carried(b"ask", [b"one", b"two"])
 
 
 async def test_turns_of_one_conversation_begin_in_order_each_after_the_last(
@@ -71,10 +76,10 @@ async def test_turns_of_one_conversation_begin_in_order_each_after_the_last(
     await first.keep(left(b"one"))
     first.end()
     turn = await second
-    assert turn.body(b"") == pack_asked(b"", [b"one"])
+    assert turn.body(b"") == carried(b"", [b"one"])
     assert not third.done()
     turn.end()  # it failed
-    assert (await third).body(b"") == pack_asked(b"", [b"one"])
+    assert (await third).body(b"") == carried(b"", [b"one"])
 
 
 async def test_who_leaves_the_line_wedges_nobody(conversations: Conversations) -> None:
@@ -127,7 +132,7 @@ async def test_a_deleted_conversation_ends_those_that_meant_to_follow(conversati
     await first.keep(left(b"two"))
     first.end()
     assert conversations.snapshot().n_conversations == 0
-    assert await heard(conversations) == pack_asked(b"ask", [])
+    assert await heard(conversations) == carried(b"ask", [])
     assert not await conversations.forget(KEY)
 
 
@@ -138,7 +143,7 @@ async def test_a_turn_is_kept_whose_client_leaves_while_it_is_written(conversati
     keeping.cancel()
     await settle()
     turn.end()
-    assert await heard(conversations) == pack_asked(b"ask", [b"one"])
+    assert await heard(conversations) == carried(b"ask", [b"one"])
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b'{"role":"user"}'])
@@ -147,7 +152,7 @@ async def test_a_turn_that_left_no_record_is_not_kept(conversations: Conversatio
     with pytest.raises(HistoryFault):
         await turn.keep(data)
     turn.end()
-    assert await heard(conversations) == pack_asked(b"ask", [])
+    assert await heard(conversations) == carried(b"ask", [])
 
 
 async def test_a_restart_loses_nothing_and_what_has_ended_does_not_come_back(tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ async def test_a_restart_loses_nothing_and_what_has_ended_does_not_come_back(tmp
     again = Conversations(HistoryConfig(), HistoryFile(tmp_path / "h"))
     assert again.snapshot().n_conversations == 1
     turn = await begin(again, ConversationKey("t", "c"))
-    assert turn.body(b"") == pack_asked(b"", [b"c"])
+    assert turn.body(b"") == carried(b"", [b"c"])
     turn.end()
     again.close()
 
@@ -181,5 +186,50 @@ async def test_a_turn_that_cannot_be_written_has_never_been(tmp_path: Path) -> N
     with pytest.raises(HistoryFault, match="disk full"):
         await turn.keep(left(b"two"))
     turn.end()
-    assert await heard(conversations) == pack_asked(b"ask", [b"one"])
+    assert await heard(conversations) == carried(b"ask", [b"one"])
     conversations.close()
+
+
+class DiskThatFails(HistoryFile):
+    """A file from which nothing can be deleted while its disk fails."""
+
+    fails = True
+
+    async def forget(self, keys: Sequence[ConversationKey]) -> None:
+        if self.fails:
+            raise HistoryFault("disk full")
+        await super().forget(keys)
+
+
+async def test_what_could_not_be_deleted_is_there_to_be_deleted_again(tmp_path: Path) -> None:
+    disk = DiskThatFails(tmp_path / "h")
+    conversations = Conversations(HistoryConfig(), disk)
+    await say(conversations, b"one")
+    for _ in range(2):
+        with pytest.raises(HistoryFault, match="disk full"):
+            await conversations.forget(KEY)
+        assert await heard(conversations) == carried(b"ask", [])
+    disk.fails = False
+    assert await conversations.forget(KEY)
+    assert not await conversations.forget(KEY)
+    conversations.close()
+
+
+async def test_what_could_not_be_deleted_does_not_come_back_before_what_was_said_since(
+    tmp_path: Path,
+) -> None:
+    disk = DiskThatFails(tmp_path / "h")
+    conversations = Conversations(HistoryConfig(), disk)
+    await say(conversations, b"one")
+    with pytest.raises(HistoryFault):
+        await conversations.forget(KEY)
+    turn = await begin(conversations)
+    with pytest.raises(HistoryFault):
+        await turn.keep(left(b"two"))
+    turn.end()
+    disk.fails = False
+    await say(conversations, b"three")
+    conversations.close()
+    again = Conversations(HistoryConfig(), HistoryFile(tmp_path / "h"))
+    assert await heard(again) == carried(b"ask", [b"three"])
+    again.close()

@@ -74,6 +74,12 @@ class Ring:
             while (await self.stats())[field] != value:
                 pass
 
+    async def has_sessions(self, n: int) -> None:
+        """Wait until so many are counted to the budget."""
+        async with asyncio.timeout(5):
+            while (await self.stats())["budgets"]["sessions"] != n:
+                pass
+
 
 @asynccontextmanager
 async def ringing(
@@ -343,14 +349,20 @@ async def test_over_a_budget_a_turn_waits_where_the_operator_has_it_so() -> None
         assert [(await each).status_code for each in (first, second)] == [200, 200]
 
 
-async def test_a_conversation_that_is_as_long_as_may_be_kept_is_full() -> None:
+async def test_a_worker_is_told_of_a_conversation_that_is_too_long_and_at_twice_that_it_is_full() -> None:
     async with ringing(history=HistoryConfig(max_conversation_bytes=400)) as ring:
-        await ring.talk(text="x" * 200)
-        response = await ring.ask("y" * 100)
+        await ring.talk(text="x" * 390)
+        asked = ring.ask()
+        grant = await ring.worker.granted()
+        turn = unpack_asked(grant.body)
+        assert (turn.limit_bytes, turn.history) == (400, (b"x" * 390,))
+        assert turn.n_bytes > turn.limit_bytes
+        ring.answer(grant, "y" * 390)  # nor does it shorten anything
+        assert (await asked).status_code == 200
+        response = await ring.ask()
         error = error_of(response)
         assert (response.status_code, error["reason"], error["code"]) == (409, "session_full", "session_full")
         assert response.headers["x-should-retry"] == "false"
-        assert await ring.talk(text="two") == [b"x" * 200]
 
 
 async def test_a_prompt_that_no_conversation_could_keep_is_too_long() -> None:
@@ -374,6 +386,42 @@ async def test_a_conversation_beyond_their_number_makes_the_oldest_end() -> None
         await ring.talk(text="one")
         await ring.talk(text="other", conversation_id=OTHER_ID)
         assert (await ring.ask()).status_code == 409
+
+
+async def test_a_turn_that_is_refused_costs_nobody_a_conversation() -> None:
+    async with ringing(history=HistoryConfig(max_conversations=1), budgets=Budgets(max_sessions=1)) as ring:
+        await ring.talk(text="one")
+        assert (await ring.ask(conversation_id=OTHER_ID)).status_code == 503
+        assert await ring.talk() == [b"one"]
+
+
+async def test_a_conversation_that_made_room_for_others_is_no_session_any_more() -> None:
+    async with ringing(history=HistoryConfig(max_conversations=2)) as ring:
+        for n in range(5):
+            await ring.talk(conversation_id=ID.replace("550e", f"550{n}"))
+        await ring.has_sessions(2)
+
+
+async def test_a_conversation_of_which_nothing_is_left_is_no_session_any_more(ring: Ring) -> None:
+    asked = ring.ask()
+    grant = await ring.worker.granted()
+    await ring.has_sessions(1)
+    ring.worker.fail(grant)
+    ring.worker.offer(4)
+    await asked
+    await ring.has_sessions(0)  # its first turn has never been
+    await ring.talk()
+    asked = ring.ask()
+    ring.worker.fail(await ring.worker.granted())
+    ring.worker.offer(4)
+    await asked
+    await ring.has_sessions(1)
+    asked = ring.ask()
+    grant = await ring.worker.granted()
+    await ring.client.delete(f"/coordinator/sessions/{ID}")
+    ring.answer(grant)
+    assert (await asked).status_code == 200
+    await ring.has_sessions(0)  # it was deleted meanwhile
 
 
 # --- whose conversation it is

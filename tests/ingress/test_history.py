@@ -146,6 +146,14 @@ def test_room_is_made_by_whoever_has_most_and_from_what_was_unused_for_longest()
     assert said(made, "old", tenant="modest", now=5.0) == [b"said"]
 
 
+def test_a_turn_that_is_not_kept_makes_nobody_lose_a_conversation() -> None:
+    made = history(max_conversations=1)
+    say(made, "a")
+    made.end(made.begin(key("refused"), 0, 1.0), 1.0)
+    assert made.take_lost() == []
+    assert said(made, "a", now=2.0) == [b"said"]
+
+
 def test_room_is_made_for_bytes_too() -> None:
     made = history(max_conversation_bytes=100, max_bytes=200)
     for i, name in enumerate(("a", "b", "c")):
@@ -154,13 +162,13 @@ def test_room_is_made_for_bytes_too() -> None:
     assert made.n_bytes == 160
 
 
-def test_a_request_that_would_make_a_conversation_too_long_is_refused_and_changes_nothing() -> None:
+def test_a_conversation_beyond_its_bound_goes_on_and_at_twice_that_it_is_full() -> None:
     made = history(max_conversation_bytes=100)
-    say(made, "a", bytes(86))
+    say(made, "a", bytes(186))
     with pytest.raises(ConversationFull):
         made.begin(key("a"), 11, 0.0)
     made.end(made.begin(key("a"), 10, 0.0), 0.0)
-    assert said(made, "a") == [bytes(86)]
+    assert said(made, "a") == [bytes(186)]
 
 
 def test_what_an_earlier_process_kept_goes_on_where_it_was() -> None:
@@ -174,6 +182,16 @@ def test_what_an_earlier_process_kept_goes_on_where_it_was() -> None:
     assert made.take_lost() == [key("expired"), key("early")]
     assert said(made, "late") == [b"late"]
     assert made.n_bytes == 10 + 2 * LENGTH_BYTES
+
+
+def test_what_was_used_in_times_to_come_does_not_outlive_the_rest() -> None:
+    made = history()
+    ahead = Conversation(key=key("ahead"), used_at=1e9)  # the wall clock was set back since
+    ahead.take(record())
+    made.restore([ahead], 0.0)
+    say(made, "a", now=1.0)
+    made.expire(1.0 + TTL_S)
+    assert made.take_lost() == [key("ahead"), key("a")]
 
 
 @pytest.mark.parametrize(

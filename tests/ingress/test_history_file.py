@@ -113,6 +113,18 @@ async def test_a_file_that_is_no_history_is_left_alone(tmp_path: Path, name: str
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+async def test_a_file_that_is_broken_further_in_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "h"
+    async with opened(path) as file:
+        for _ in range(100):
+            await file.keep(A, record(b"said" * 1000))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    file = HistoryFile(path)
+    with pytest.raises(ConfigError, match=r"history file .*h cannot be read: .*malformed"):
+        file.load(0.0)
+
+
 async def test_a_change_that_fails_changes_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path / "h") as file:
         await file.keep(A, record(b"1"))

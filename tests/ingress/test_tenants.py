@@ -59,3 +59,13 @@ def test_by_user_the_request_says_it_and_the_address_where_it_does_not() -> None
 def test_what_is_no_network_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match=f"trusted proxy '{text}'"):
         parse_proxies([text])
+
+
+def test_a_name_of_any_length_is_one_tenant_and_takes_little() -> None:
+    tenancy = Tenancy(by=TenantBy.USER)
+    names = ["u" * 256, "u" * 257, "u" * 10**6, "u" * 10**6 + "v"]
+    tenants = [tenancy.tenant_of("10.0.0.1", [], name) for name in names]
+    assert tenants == [tenancy.tenant_of("10.0.0.2", [], name) for name in names]
+    assert len(set(tenants)) == len(names)
+    assert max(map(len, tenants)) < 300
+    assert tenancy.tenant_of("10.0.0.1", [], tenants[1]) != tenants[1]  # nobody can say to be that one

@@ -10,9 +10,13 @@ from llm_ingress.turns import AskedTurn, Does, TurnRecord, pack_asked, pack_turn
 RECORDS = st.builds(TurnRecord, does=st.sampled_from(Does), closing=st.binary(), content=st.binary())
 
 
-@given(request=st.binary(), history=st.lists(st.binary()))
-def test_a_request_arrives_with_the_records_before_it(request: bytes, history: list[bytes]) -> None:
-    assert unpack_asked(pack_asked(request, history)) == AskedTurn(request, tuple(history))
+@given(request=st.binary(), limit=st.integers(0, 2**64 - 1), history=st.lists(st.binary()))
+def test_a_request_arrives_with_its_limit_and_the_records_before_it(
+    request: bytes, limit: int, history: list[bytes]
+) -> None:
+    body = pack_asked(request, history, limit_bytes=limit)
+    assert unpack_asked(body) == AskedTurn(request, limit, tuple(history))
+    assert unpack_asked(body).n_bytes == len(body) - 16
 
 
 @given(RECORDS)
@@ -21,7 +25,8 @@ def test_a_record_arrives_as_it_left(record: TurnRecord) -> None:
 
 
 def test_the_form_of_both() -> None:
-    assert pack_asked(b"ask", [b"one"]) == b"\0\0\0\3ask\0\0\0\3one"
+    limit = b"\0\0\0\x08" + (1000).to_bytes(8)
+    assert pack_asked(b"ask", [b"one"], limit_bytes=1000) == b"\0\0\0\3ask" + limit + b"\0\0\0\3one"
     assert pack_turn(TurnRecord(closing=b"end", content=b"said")) == b"\1\0\0\0\3endsaid"
     assert pack_turn(TurnRecord(does=Does.REPLACES, closing=b"", content=b"all")) == b"\2\0\0\0\0all"
 
@@ -32,7 +37,7 @@ def test_what_is_no_record_is_a_fault(data: bytes) -> None:
         unpack_turn(data)
 
 
-@pytest.mark.parametrize("body", [b"", b"\0\0", b"\0\0\0\4ask", b"\0\0\0\3ask\0\0\0\1"])
+@pytest.mark.parametrize("body", [b"", b"\0\0", b"\0\0\0\4ask", b"\0\0\0\3ask", b"\0\0\0\3ask\0\0\0\3one"])
 def test_what_is_no_asked_turn_is_a_fault(body: bytes) -> None:
     with pytest.raises(WireError):
         unpack_asked(body)

@@ -128,6 +128,21 @@ async def test_what_outgrows_the_context_goes_on_with_a_summary_and_what_never_f
     await lone.ingress.quiet()
 
 
+async def test_what_is_longer_than_is_kept_goes_on_with_a_summary(fleet: Fleet) -> None:
+    limit_bytes = 1200  # far less than the context holds
+    ingress = await fleet.ingress("--history-conversation-bytes", f"{limit_bytes}")
+    await fleet.worker("gpu-1", ingress)
+    mine, n_shortened = new_id(), 0
+    async with http_of(ingress) as http:
+        for _ in range(8):
+            said = await say(http, "Tell me about boats and lamps. " * 6, conversation_id=mine)
+            n_shortened += "compaction" in said.usage
+            kept = (await http.get("/coordinator/stats")).json()["history_bytes"]
+            assert kept < limit_bytes + 400  # by its last turn
+    assert 1 < n_shortened < 6
+    await ingress.quiet()
+
+
 async def test_an_ingress_that_is_killed_and_started_again_remembers(fleet: Fleet, tmp_path: Path) -> None:
     ingress = await fleet.ingress("--history", f"sqlite:{tmp_path / 'history'}")
     worker = await fleet.worker("gpu-1", ingress)

@@ -25,13 +25,13 @@ ID = "550e8400-e29b-41d4-a716-446655440000"
 HELLO = record_of(Does.FOLLOWS, (Said("user", "hello"), Said("assistant", "hi there")), closing=b"").content
 
 
-def asked(prompt: str, *history: bytes, **fields: Any) -> Grant:
+def asked(prompt: str, *history: bytes, limit_bytes: int = 10**6, **fields: Any) -> Grant:
     """A lane whose turn asks the fake engine to say `prompt`."""
     body = {"conversation_id": ID, "prompt": prompt, "model": "echo", "max_tokens": 100, **fields}
     return Grant(
         ref=LaneRef(1, 1),
         path=INFER,
-        body=pack_asked(orjson.dumps(body), history),
+        body=pack_asked(orjson.dumps(body), history, limit_bytes=limit_bytes),
         request_id="r1",
         queued_ms=0.0,
     )
@@ -188,6 +188,27 @@ def test_a_conversation_that_no_longer_fits_goes_on_with_a_summary_that_replaces
     assert events(record.closing)[0]["usage"]["compaction"]["turns_replaced"] == 2
     assert lane.head is not None
     assert COMPACTION_HEADER in dict(lane.head.headers)
+
+
+@pytest.mark.parametrize("limit_bytes", [900, 600])
+def test_a_conversation_longer_than_is_kept_is_shortened_though_it_fits_the_context(limit_bytes: int) -> None:
+    turns = (Said("user", "x" * 400), Said("assistant", "y" * 400))
+    records = [record_of(Does.FOLLOWS, turns, closing=b"").content]
+    grant, engine, ring = asked("short", *records, limit_bytes=limit_bytes), FakeEngine(), ScriptedRing()
+    job, lane = Job(ring, grant.ref, lambda job: None), ring.open(grant.ref)
+    ready = advance(preparation(grant, engine, 0, Summaries().recall))
+    while isinstance(ready, Unsummarised):
+        ready = advance(ready.steps, "what was said")
+    job.begin(engine, ready)
+    engine.finish()
+    record = record_in(lane)
+    assert record.does is Does.REPLACES
+    assert len(record.content) < limit_bytes // 2
+    assert [said["content"] for said in orjson.loads(record.content)] == [
+        f"{OPENING}what was said",
+        "short",
+        "short",
+    ]
 
 
 @pytest.mark.parametrize("history", [(), (HELLO,)])

@@ -38,10 +38,12 @@ class Run:
         *,
         summaries: Summaries | None = None,
         max_tokens: int | None = None,
+        share: float = 1.0,
     ) -> None:
         self.asked: list[Prepared] = []
         recall = (summaries or Summaries()).recall
-        steps = fit(GenerateRequest(messages=turns, max_tokens=max_tokens), FakeEngine(n_ctx=N_CTX), recall)
+        request = GenerateRequest(messages=turns, max_tokens=max_tokens)
+        steps = fit(request, FakeEngine(n_ctx=N_CTX), recall, share=share)
         try:
             self.asked.append(next(steps))
             while True:
@@ -93,6 +95,23 @@ def test_too_little_room_for_an_answer_is_an_overflow_too(room: int) -> None:
     n_left = (N_CTX - room) * BYTES_PER_TOKEN - sum(len(turn["content"]) for turn in turns)
     run = Run((*turns, said("user", "x" * n_left)))
     assert (run.fitted.compaction is None) is (room == BOUNDS.n_room)
+
+
+@pytest.mark.parametrize("share", [0.999, 0.5, 0.1])
+def test_of_what_fits_no_more_stays_than_its_share(share: float) -> None:
+    turns = (SYSTEM, *history(4, 150), QUESTION)
+    whole = len(Run(turns).fitted.prepared.prompt)
+    run = Run(turns, share=share)
+    compaction = run.fitted.compaction
+    assert compaction is not None
+    assert (compaction.n_before, compaction.n_after) == (whole, len(run.fitted.prepared.prompt))
+    assert compaction.n_after <= share * whole / 2
+    assert (run.messages[0], run.messages[-1]) == (SYSTEM, QUESTION)
+    assert len(run.asked) <= 1
+
+
+def test_what_cannot_be_shortened_stays_whatever_its_share() -> None:
+    assert Run((SYSTEM, QUESTION), share=0.5).fitted.compaction is None
 
 
 def test_a_short_answer_is_content_with_less_room() -> None:
