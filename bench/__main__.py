@@ -6,7 +6,7 @@ import sys
 from llm_engine.errors import EngineError
 
 SERVERS = ("serve", "open-loop", "prefill-stall", "shared-prefix", "conversation")
-ENGINE = ("engine", "mixed", "sampling", "step-target", "remote", "prefix")
+ENGINE = ("engine", "mixed", "sampling", "step-target", "remote", "threads", "prefix")
 RING = ("relay", "ring", "claims", "fairness", "parked", "balance", "affinity", "admission")
 NAMES = (*SERVERS, *ENGINE, *RING, "random-model")
 

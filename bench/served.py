@@ -1,11 +1,12 @@
 """What serves a real model over HTTP: llm-serve, or llm-ingress with llm-workers."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +22,17 @@ LOAD_S = 60.0
 
 
 @contextmanager
-def llm_serve(model: str, n: int) -> Iterator[int]:
+def llm_serve(
+    model: str,
+    n: int,
+    *flags: str,
+    program: Sequence[str] = ("-m", "llm_serve.cli"),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[int]:
     """llm-serve in a process of its own, with a slot for every client; its port."""
-    command = [sys.executable, "-m", "llm_serve.cli", "--port", "0", *_engine_flags(model, n)]
-    command += ["--ring-streams", str(2 * n), *NO_BUDGET]
-    with _running(command, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, *program, "--port", "0", *_engine_flags(model, n)]
+    command += ["--ring-streams", str(2 * n), *NO_BUDGET, *flags]
+    with _running(command, stdout=subprocess.PIPE, environment=environment) as process:
         yield port_in_line(process)
 
 
@@ -59,8 +66,11 @@ def _engine_flags(model: str, n: int) -> list[str]:
 
 
 @contextmanager
-def _running(command: list[str], stdout: int = subprocess.DEVNULL) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL, text=True)
+def _running(
+    command: list[str], stdout: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    surroundings = os.environ | (environment or {})
+    process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=surroundings)
     try:
         yield process
     finally:

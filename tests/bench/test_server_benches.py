@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import conversation, open_loop, prefill_stall, serve, shared_prefix
+from bench import conversation, open_loop, prefill_stall, serve, shared_prefix, threads
 from bench.prompts import distinct, passage
 from bench.report import percentile
 from bench.targets import alternate, named_url, ratios
@@ -145,9 +145,14 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def flags(server: LlmServe, tmp_path: Path) -> list[str]:
+def files(tmp_path: Path) -> list[str]:
+    """Flags that say where figures and plot go."""
+    return ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
+
+
+@pytest.fixture
+def flags(server: LlmServe, files: list[str]) -> list[str]:
     """Of one round against one server, and where its figures go."""
-    files = ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
     return ["--url", f"ours={server.url}", "--rounds", "1", *files]
 
 
@@ -191,3 +196,11 @@ def test_conversation_runs(flags: list[str], results: Any) -> None:
     (turns,) = results()["ours"]
     assert turns[1]["prompt_tokens"] > turns[0]["prompt_tokens"] > 80
     assert turns[1]["computed"] < turns[0]["computed"]  # also with fewer slots than conversations
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_threads_runs(files: list[str], results: Any) -> None:
+    load = ["--clients", "1", "--tokens", "2", "--rounds", "1", "--busy", "--only", "nobody niced"]
+    assert threads.main([*load, *files]) == 0
+    (one,) = results()
+    assert {name: len(runs) for name, runs in one["runs"].items()} == {"nobody niced": 1, "default": 1}
