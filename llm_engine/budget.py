@@ -3,9 +3,9 @@
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
 A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
-running stream sees. While others decode, a step may take `GAP_STEPS` times the usual step of the batch as it
-will be once the prompts have joined, or `CROWD_STEPS` times, if more wait for their first token than decode;
-while nobody decodes, `IDLE_STEP_S`, which is how long a cancel waits at most.
+running stream sees. While others decode, a step may take `GAP_STEPS` times the usual one, to which each prompt
+adds as much as a sequence that decodes has of it; or `CROWD_STEPS` times that, if more wait for their first
+token than decode. While nobody decodes it may take `IDLE_STEP_S`, which is how long a cancel waits at most.
 
 With a target for the step, slices fill it up and no further, and a sequence more is admitted only where the
 step it would take is still within the target.
@@ -130,7 +130,10 @@ class Budget:
         if not load.n_decoding:
             return IDLE_STEP_S
         n_steps = CROWD_STEPS if load.n_prompts > load.n_decoding else GAP_STEPS
-        return min(n_steps * self._usual_s(load.n_decoding + load.n_prompts), IDLE_STEP_S)
+        # Not what the batch took when they had joined: by then a deep prompt is a deep sequence.
+        usual_s = self._usual_s(load.n_decoding)
+        joined_s = usual_s + load.n_prompts * min(self._prompt_token_s, usual_s / load.n_decoding)
+        return min(n_steps * joined_s, IDLE_STEP_S)
 
     def _usual_s(self, n_decoding: int) -> float:
         """The usual step of so many sequences.
