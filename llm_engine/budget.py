@@ -3,9 +3,9 @@
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
 A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
-running stream sees. While others decode, a step may take `GAP_STEPS` times the usual one, to which each prompt
-adds as much as a sequence that decodes has of it; or `CROWD_STEPS` times that, if more wait for their first
-token than decode. While nobody decodes it may take `IDLE_STEP_S`, which is how long a cancel waits at most.
+running stream sees. While others decode, a step may take `GAP_STEPS` times the usual one, to which each
+prompt adds as much as a sequence that decodes has of it; or `CROWD_STEPS` times that, if more wait for their
+first token than decode. While nobody decodes it may take `IDLE_STEP_S`: so long a cancel waits at most.
 
 With a target for the step, slices fill it up and no further, and a sequence more is admitted only where the
 step it would take is still within the target.

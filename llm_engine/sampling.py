@@ -241,9 +241,11 @@ def _n_kept(weights: Weights, total: np.float64, params: SamplingParams) -> int:
 
 def _weights(logits: Logits, top: np.float32, temperature: float = 1.0) -> Weights:
     """Probabilities at this temperature, in units of the likeliest token's."""
+    weights: Weights = logits - top
     with np.errstate(over="ignore"):  # what overflows is minus infinity: it weighs nothing
-        weights: Weights = np.exp((logits - top) / np.float32(max(temperature, _COLDEST)))
-    return weights
+        if temperature != 1:
+            weights /= np.float32(max(temperature, _COLDEST))
+        return np.exp(weights, out=weights)
 
 
 def _place_of(number: float, weights: Weights) -> int:
