@@ -22,8 +22,8 @@ from bench.targets import alternate
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.generation import Delta, GenerateRequest, Prepared
+from llm_engine.priority import yield_to_decode
 from llm_engine.sampling import SamplingParams
-from llm_worker.background import yield_to_decode
 
 
 def main(argv: Sequence[str]) -> int:

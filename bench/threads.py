@@ -27,7 +27,7 @@ from bench.served import llm_serve, remote_worker
 from bench.targets import Target, alternate
 
 SERVE = "import sys; from llm_serve.cli import main; sys.exit(main())"
-UNNICED = "import llm_worker.background as b; b.yield_to_decode = lambda: None; " + SERVE
+UNNICED = "import llm_engine.priority as p; p.yield_to_decode = lambda: None; " + SERVE
 SWITCHED = "import sys; sys.setswitchinterval(0.0005); " + SERVE
 N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SETTLE_S = 1.0

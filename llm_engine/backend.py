@@ -15,7 +15,7 @@ from llm_engine.config import EngineConfig
 from llm_engine.errors import BackendError, ModelError
 from llm_engine.hostcache import KvState
 from llm_engine.model import Model
-from llm_engine.pages import state_buffer
+from llm_engine.pages import Spare, state_buffer
 from llm_engine.prefix import Trim
 from llm_engine.scheduler import Plan
 from llm_engine.slots import Cells, KvCost
@@ -46,6 +46,7 @@ class LlamaBackend:
         self._context = context
         self._fingerprint = fingerprint
         self._n_seq_max = params.n_seq_max
+        self._spare = Spare()
         self._copied = state_buffer(0)  # on the way from one slot to another
         self._batch = llama.Batch(params.n_batch, params.n_ctx // params.n_seq_max)
         self._logits = llama.LogitsViews(context, model.n_vocab)
@@ -85,7 +86,7 @@ class LlamaBackend:
         return llama.n_state_bytes(self._context, self._seq_id(slot), partial=checkpoint)
 
     def fetch(self, slot: int, *, checkpoint: bool) -> KvState:
-        buffer = _state_buffer(self.n_state_bytes(slot, checkpoint=checkpoint))
+        buffer = self._buffer(self.n_state_bytes(slot, checkpoint=checkpoint))
         data = llama.get_state(self._context, self._seq_id(slot), buffer, partial=checkpoint)
         return KvState(data, checkpoint, self._fingerprint)
 
@@ -102,7 +103,7 @@ class LlamaBackend:
         """
         n_bytes = self.n_state_bytes(source, checkpoint=False)
         if n_bytes > self._copied.nbytes:
-            self._copied = _state_buffer(n_bytes)
+            self._copied = self._buffer(n_bytes)
         data = llama.get_state(self._context, self._seq_id(source), self._copied[:n_bytes], partial=False)
         llama.set_state(self._context, self._seq_id(target), data, partial=False)
 
@@ -111,11 +112,18 @@ class LlamaBackend:
             raise BackendError(f"slot {slot} cannot be cut to {n_tokens} tokens")
 
     def close(self) -> None:
+        self._spare.close()
         llama.free_context(self._context)
 
     def _seq_id(self, slot: int) -> int:
         assert 0 <= slot < self._n_seq_max, f"slot {slot} not in 0..{self._n_seq_max - 1}"
         return slot
+
+    def _buffer(self, n_bytes: int) -> npt.NDArray[np.uint8]:
+        try:
+            return self._spare.take(n_bytes)
+        except MemoryError as error:
+            raise BackendError("no memory for the state of a sequence") from error
 
     def _decode(self) -> None:
         code = llama.decode(self._context, self._batch)
@@ -134,13 +142,6 @@ class LlamaBackend:
         self._batch.append(0, position, [0], wants_logits=True)
         self._decode()
         return self.n_state_bytes(0, checkpoint=False)
-
-
-def _state_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
-    try:
-        return state_buffer(n_bytes)
-    except MemoryError as error:
-        raise BackendError("no memory for the state of a sequence") from error
 
 
 def _trim(model: Model) -> Trim:

@@ -1,26 +1,23 @@
 """The threads that wait for the disk, so that no step does: one that writes and removes, one that reads.
 
 Orders are done in their order, but a read waits for no write: somebody waits for it. What came of an order is
-reported from the thread that did it. The threads run at nice 10, since a checksum of a large state takes
-time, and a busy thread beside the decode costs it much of its speed.
+reported from the thread that did it. The threads give way to the decode, since a checksum of a large state
+takes time.
 
 Owns: the orders not yet done. Thread: `order` and `close` from any. Called by: `engine.py`.
 """
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from llm_engine.diskcache import Loaded, Lost, Order, Outcome, Read, Remove, Sweep, Write, Written
+from llm_engine.priority import yield_to_decode
 from llm_engine.sessiondir import SessionDir
 
 logger = logging.getLogger(__name__)
-
-NICENESS = 10
 
 
 class DiskThreads:
@@ -54,7 +51,7 @@ class DiskThreads:
             self._folder.close()
 
     def _run(self, queue: "SimpleQueue[Order | None]") -> None:
-        _yield_to_decode()
+        yield_to_decode()
         while (order := queue.get()) is not None:
             try:
                 self._do(order)
@@ -86,9 +83,3 @@ class DiskThreads:
         else:
             self._is_failing = False
             self._report(Written(order.stored))
-
-
-def _yield_to_decode() -> None:
-    # Elsewhere priorities belong to processes, not to threads.
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,15 +1,12 @@
 """One thread for work that must hold up neither the event loop nor the decode.
 
-The thread runs at nice 10: beside the threads of the decode, which wait for each other at every turn, an
-unniced busy thread costs two thirds of the speed. A thread cannot be killed, so work that does not come to an
-end is left behind with its thread, and another takes over what is queued.
+The thread gives way to the decode (`llm_engine/priority.py`). A thread cannot be killed, so work that does
+not come to an end is left behind with its thread, and another takes over what is queued.
 
 Owns: the work not yet begun. Thread: every method on the event loop; `work` on the thread.
 Called by: `worker.py`.
 """
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +16,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from llm_engine.priority import yield_to_decode
 
-NICENESS = 10
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +83,6 @@ class BackgroundThread:
             settle = _do(task)
             strand.running = None
             settle()
-
-
-def yield_to_decode() -> None:
-    """Let the calling thread run only where the decode leaves room."""
-    # Elsewhere priorities belong to processes, and a thread's number might name somebody else's.
-    if sys.platform == "linux":
-        thread_id = threading.get_native_id()
-        nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
-        os.setpriority(os.PRIO_PROCESS, thread_id, nice)
 
 
 def _do(task: _Task) -> Callable[[], None]:

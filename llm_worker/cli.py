@@ -32,12 +32,12 @@ from llm_engine.cli import (
 from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
+from llm_engine.priority import yield_to_decode
 from llm_ingress.certs import WORKER_SCHEME, CertificateFiles, read_facts
 from llm_ingress.draining import Drain
 from llm_ingress.endpoint import PORT_MAX, parse_endpoint
 from llm_ingress.errors import ConfigError
 from llm_ingress.tls import LiveContext, follow, worker_context
-from llm_worker.background import yield_to_decode
 from llm_worker.compaction import Policy
 from llm_worker.discovery import Discovery, Query, Target, system_resolver
 from llm_worker.errors import WorkerConfigError

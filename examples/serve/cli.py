@@ -31,6 +31,7 @@ from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
+from llm_engine.priority import yield_to_decode
 from llm_ingress.cli import (
     add_history_flags,
     add_public_flags,
@@ -48,7 +49,6 @@ from llm_ingress.errors import ConfigError
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Listener, ServingConfig, listen, serve
-from llm_worker.background import yield_to_decode
 from llm_worker.cli import add_compaction_flag
 from llm_worker.local import LocalRing
 from llm_worker.worker import Worker, WorkerConfig

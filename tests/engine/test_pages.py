@@ -2,12 +2,13 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llm_engine.hostcache import HostCache, KvState, Saved
-from llm_engine.pages import state_buffer
+from llm_engine.pages import Spare, state_buffer
 from llm_engine.prefix import Run
 
 MIB = 1 << 20
@@ -29,6 +30,38 @@ def test_a_buffer_has_as_many_bytes_as_were_asked_for_and_can_be_written(n_bytes
 def test_memory_that_cannot_be_had_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
         state_buffer(1 << 60)
+
+
+@pytest.fixture
+def spare() -> Iterator[Spare]:
+    spare = Spare()
+    yield spare
+    spare.close()
+
+
+@pytest.mark.parametrize("n_bytes", [0, 3 * MIB, 5 * MIB + 1, 7 * MIB, 100 * MIB])
+def test_a_spare_buffer_is_as_long_as_was_asked_for_and_nobody_elses(spare: Spare, n_bytes: int) -> None:
+    spare.take(5 * MIB)
+    taken = []
+    for number in range(3):
+        spare.settle()
+        taken.append(spare.take(n_bytes))
+        taken[-1][:] = number
+    assert [buffer.nbytes for buffer in taken] == [n_bytes] * 3
+    assert all((buffer == number).all() for number, buffer in enumerate(taken))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_pages_of_a_spare_buffer_are_there_and_no_more_than_it_has(spare: Spare) -> None:
+    spare.take(20 * MIB)
+    spare.settle()
+    before = resident_bytes()
+    taken = spare.take(16 * MIB)
+    spare.settle()  # 25 MiB for the next
+    beside = resident_bytes()
+    taken[:] = 1
+    assert resident_bytes() - beside < MIB
+    assert abs(beside - before - 16 * MIB) < 3 * MIB  # the one before had 25 as well
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

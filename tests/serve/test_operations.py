@@ -14,8 +14,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from llm_engine.priority import NICENESS
 from llm_ingress.draining import SECOND_THOUGHT_S
-from llm_worker.background import NICENESS
 from tests import faulty_loop
 from tests.ingress.test_serving import certificate
 from tests.serve.client import CHAT, DONE, STORY, Client, Connection, asking, chat, client_of, deltas, events

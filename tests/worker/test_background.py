@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from llm_worker.background import NICENESS, BackgroundThread
+from llm_engine.priority import NICENESS
+from llm_worker.background import BackgroundThread
 
 WAIT_S = 10
 
