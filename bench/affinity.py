@@ -23,6 +23,7 @@ from bench.prompts import greedy, passage, user
 from bench.report import percentile, print_table, spread, write_json
 from bench.served import health, remote_workers
 from bench.targets import Target, alternate
+from llm_engine.config import EngineConfig
 
 COLUMNS = {
     "later turns": ("turns", 0),
@@ -33,6 +34,8 @@ COLUMNS = {
     "TTFT p95 ms": ("ttft_p95_ms", 0),
     "turn 1 p50 ms": ("first_p50_ms", 0),
 }
+
+QUEUE_TIMEOUT_S = 600  # all are answered, however many there are
 
 Figures: TypeAlias = dict[str, float]
 
@@ -68,10 +71,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace, n: int) -> Callable[[int], Figures]:
+    # Workers that share a machine share its cores: two threads on one would wait for each other's turns.
+    n_threads = max(1, EngineConfig(model=args.model).n_threads // args.workers)
     engine = ("--model", args.model, "--max-inflight", f"{args.slots}", "--ctx-size", f"{_n_ctx(args)}")
+    ring = ("--ring-streams", f"{n}", "--queue-timeout", f"{QUEUE_TIMEOUT_S}")
 
     def measure(round_: int) -> Figures:
-        with remote_workers(args.workers, engine, ("--ring-streams", f"{n}")) as port:
+        with remote_workers(args.workers, (*engine, "--threads", f"{n_threads}"), ring) as port:
             target = Target(port=port, model=args.model)
             answers = run_load(_converse, target, n, args, f"{round_}.{n}")
             return figures(answers, health(port)["affinity"])
