@@ -9,6 +9,7 @@ Called by: `backend.py` on the step thread, `sessionfile.py` on those of the dis
 """
 
 import mmap
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -19,6 +20,7 @@ from llm_engine.priority import yield_to_decode
 _PAGED_BYTES = 128 << 10  # a smaller hole is soon filled with something else
 _HUGE_BYTES = 4 << 20  # from here on huge pages halve what fresh pages cost
 _SPARE_BYTES = 64 << 20  # beyond it none is kept ready
+_CAN_RESIZE = sys.platform == "linux"  # pages in memory
 
 
 def state_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
@@ -42,7 +44,8 @@ class Spare:
 
     def take(self, n_bytes: int) -> npt.NDArray[np.uint8]:
         """As `state_buffer`."""
-        if not _HUGE_BYTES <= n_bytes <= _SPARE_BYTES or (self._next is not None and not self._next.done()):
+        is_at_work = self._next is not None and not self._next.done()
+        if is_at_work or not _CAN_RESIZE or not _HUGE_BYTES <= n_bytes <= _SPARE_BYTES:
             return state_buffer(n_bytes)
         self._n_bytes = max(self._n_bytes, n_bytes + n_bytes // 4)
         made, self._next = self._next, self._thread.submit(_touched_pages, self._n_bytes)
