@@ -70,12 +70,13 @@ def _running(
     command: list[str], stdout: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
     surroundings = os.environ | (environment or {})
-    process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=surroundings)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
+    with subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=surroundings
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 def _wait_until_ready(port: int, n_workers: int) -> None:

@@ -68,7 +68,7 @@ def test_a_state_for_which_there_is_no_memory_is_not_moved(
     def refuse(n_bytes: int) -> NoReturn:
         raise MemoryError(f"{n_bytes} bytes")
 
-    monkeypatch.setattr("llm_engine.backend.state_buffer", refuse)
+    monkeypatch.setattr("llm_engine.pages.state_buffer", refuse)
     for move in (lambda: backend.copy(0, 1), lambda: backend.fetch(0, checkpoint=False)):
         with pytest.raises(BackendError, match="no memory"):
             move()
