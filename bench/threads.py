@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from bench import serve
@@ -25,11 +25,11 @@ from bench.prompts import greedy, user
 from bench.report import write_json
 from bench.served import llm_serve, remote_worker
 from bench.targets import Target, alternate
+from llm_engine.config import EngineConfig
 
 SERVE = "import sys; from llm_serve.cli import main; sys.exit(main())"
 UNNICED = "import llm_engine.priority as p; p.yield_to_decode = lambda: None; " + SERVE
 SWITCHED = "import sys; sys.setswitchinterval(0.0005); " + SERVE
-N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SETTLE_S = 1.0
 
 
@@ -41,17 +41,15 @@ class Way:
     program: str = SERVE
     flags: tuple[str, ...] = ()
 
-    @contextmanager
-    def served(self, model: str, n: int) -> Iterator[int]:
+    def served(self, model: str, n: int) -> AbstractContextManager[int]:
         """A server set like that; its port."""
         program = ("-c", self.program)
-        with llm_serve(model, n, *self.flags, program=program, environment=self.environment) as port:
-            yield port
+        return llm_serve(model, n, *self.flags, program=program, environment=self.environment)
 
 
 DEFAULT = "default"
 WAYS: dict[str, Way | None] = {  # None: llm-ingress, and the engine in the process of an llm-worker
-    "a thread less than cores": Way(flags=("--threads", f"{max(1, N_CORES - 1)}")),
+    "a thread less than cores": Way(flags=("--threads", f"{max(1, EngineConfig().n_threads - 1)}")),
     "OMP_WAIT_POLICY=passive": Way(environment={"OMP_WAIT_POLICY": "passive"}),
     "OMP_WAIT_POLICY=active": Way(environment={"OMP_WAIT_POLICY": "active"}),
     "OMP_PROC_BIND=true": Way(environment={"OMP_PROC_BIND": "true"}),

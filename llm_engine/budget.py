@@ -132,20 +132,27 @@ class Budget:
         n_steps = CROWD_STEPS if load.n_prompts > load.n_decoding else GAP_STEPS
         # Not what the batch took when they had joined: by then a deep prompt is a deep sequence.
         usual_s = self._usual_s(load.n_decoding)
-        joined_s = usual_s + load.n_prompts * min(self._prompt_token_s, usual_s / load.n_decoding)
+        joined_s = self._joined_s(usual_s, load.n_decoding, load.n_prompts)
         return min(n_steps * joined_s, IDLE_STEP_S)
 
     def _usual_s(self, n_decoding: int) -> float:
         """The usual step of so many sequences.
 
-        One not yet measured is guessed from the nearest smaller: each sequence more costs about what a
-        prompt token does, and no more than each of the others, if a prompt is so deep that its tokens do.
+        One not yet measured is guessed from the nearest smaller.
         """
         for n in range(n_decoding, 0, -1):
             cost = self._decode_s[n]
             if cost is not None and self._is_measured(n):
-                return cost.seconds + (n_decoding - n) * min(self._prompt_token_s, cost.seconds / n)
+                return self._joined_s(cost.seconds, n, n_decoding - n)
         return n_decoding * self._prompt_token_s
+
+    def _joined_s(self, usual_s: float, n: int, n_more: int) -> float:
+        """The step of `n` sequences with `n_more` in it.
+
+        Each of those costs about what a prompt token does, and no more than each of the others, if a prompt
+        is so deep that its tokens do.
+        """
+        return usual_s + n_more * min(self._prompt_token_s, usual_s / n)
 
     def _is_measured(self, n_decoding: int) -> bool:
         cost = self._decode_s[n_decoding]

@@ -1,7 +1,5 @@
 """The benchmarks of the engine alone, each run once with little to do, on a model with random weights."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,9 @@ pytestmark = pytest.mark.model
 
 
 @pytest.fixture
-def flags(hybrid_model: Path, tmp_path: Path) -> list[str]:
+def flags(hybrid_model: Path, files: list[str]) -> list[str]:
     """The model, and where the figures go."""
-    return ["--model", str(hybrid_model), *("--json", f"{tmp_path}/out.json", "--png", f"{tmp_path}/out.png")]
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Iterator[Any]:
-    """Reads what a mode wrote."""
-    yield lambda: json.loads((tmp_path / "out.json").read_text())["results"]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    return ["--model", str(hybrid_model), *files]
 
 
 def test_engine_runs(flags: list[str], results: Any) -> None:

@@ -1,8 +1,5 @@
 """The benchmarks of the ring: that they run, and that they count what they say."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,19 +9,6 @@ from bench import admission, affinity, balance, claims, fairness, parked, relay,
 from bench.arrivals import poisson
 from bench.fleet import Tally
 from tests.bench.seen import answer
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    """Flags that say where figures and plot go."""
-    return ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Iterator[Any]:
-    """Reads what a mode wrote."""
-    yield lambda: json.loads((tmp_path / "out.json").read_text())["results"]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_random_arrivals_repeat_with_their_seed_and_come_at_their_rate() -> None:

@@ -1,7 +1,6 @@
 """The benchmarks of servers: what their figures count, and that they run against a real one."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -145,22 +144,9 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    """Flags that say where figures and plot go."""
-    return ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
-
-
-@pytest.fixture
 def flags(server: LlmServe, files: list[str]) -> list[str]:
     """Of one round against one server, and where its figures go."""
     return ["--url", f"ours={server.url}", "--rounds", "1", *files]
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Iterator[Any]:
-    """Reads what a mode wrote."""
-    yield lambda: json.loads((tmp_path / "out.json").read_text())["results"]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_serve_runs(flags: list[str], results: Any, smollm2: Path) -> None:
