@@ -1,16 +1,18 @@
-"""How many prompt tokens the next step may compute, and how many sequences may run.
+"""How much of the next step prompts may have, and how many sequences may run.
 
 Owns: what steps have cost so far. Pure. Called by: `loop.py`, on the step thread.
 
-A prompt token costs about as much as a decoded one, so each one put into a step lengthens the gap every
-running stream sees. While others decode, a step may take `GAP_STEPS` times the usual one, to which each
-prompt adds as much as a sequence that decodes has of it; or `CROWD_STEPS` times that, if more wait for their
-first token than decode. While nobody decodes it may take `IDLE_STEP_S`: so long a cancel waits at most.
+A prompt token costs about as much as a decoded one, and the more the deeper it is, so each one put into a
+step lengthens the gap every running stream sees. While others decode, a step may take `GAP_STEPS` times the
+usual one, to which each prompt adds as much as a sequence that decodes has of it; or `CROWD_STEPS` times
+that, if more wait for their first token than decode. While nobody decodes it may take `IDLE_STEP_S`: so long
+a cancel waits at most.
 
 With a target for the step, slices fill it up and no further, and a sequence more is admitted only where the
 step it would take is still within the target.
 """
 
+import math
 from typing import NamedTuple
 
 GAP_STEPS = 2.0
@@ -21,14 +23,12 @@ IDLE_STEP_S = 0.5
 PROMPT_SHARE = 0.25
 _SMOOTHING = 0.2
 _FIRST_GUESS_TOKENS = 32  # a slice before anything was measured
-_SMALLEST_SLICE = 3  # prompts move on, however slow a step is
-# A slice of fewer tokens says less of what one costs: what the step spends on being mixed is spread over
-# few, and believing it would make the next slice smaller still.
-_TELLING_SLICE = 32
+_SMALLEST_SLICE = 2  # prompts move on, however slow a step is
+_CELLS_A_TOKEN = 1000  # a first guess: at this depth a token takes twice as long
 # Steps after which a measured cost is not believed any more: sequences are deeper now, or somebody else has
 # the machine. A count that was once too slow would otherwise never be tried again.
 _FRESH_STEPS = 500
-_SURPRISE = 3.0  # a step that took more than so many times what it should was somebody else's doing
+_SURPRISE = 3.0  # what took more than so many times what it should was somebody else's doing
 
 
 class Load(NamedTuple):
@@ -36,6 +36,38 @@ class Load(NamedTuple):
 
     n_decoding: int
     n_prompts: int
+    depth: int = 0  # tokens of the prompts that are computed, on average
+
+
+class PromptCost(NamedTuple):
+    """What prompts take: seconds for each token, and for each cell that a token attends to."""
+
+    token_s: float
+    cell_s: float
+
+    def at(self, depth: int) -> float:
+        """Seconds for a token that has `depth` others before it."""
+        return self.token_s + depth * self.cell_s
+
+
+class Allowance(NamedTuple):
+    """What a step may spend on prompts: tokens at most, and seconds; some tokens however long they take."""
+
+    n_tokens: int
+    n_at_least: int = 0
+    seconds: float = math.inf
+    cost: PromptCost = PromptCost(0.0, 0.0)
+
+    def n_at(self, depth: int) -> int:
+        """Tokens that a prompt of which so many are computed may have."""
+        token_s = self.cost.at(depth)
+        n_in_time = int(self.seconds / token_s) if self.seconds < math.inf else self.n_tokens
+        return min(self.n_tokens, max(self.n_at_least, n_in_time))
+
+    def after(self, n_tokens: int, depth: int) -> "Allowance":
+        """What is left once so many have been given to a prompt."""
+        left_s = max(0.0, self.seconds - n_tokens * self.cost.at(depth))
+        return Allowance(self.n_tokens - n_tokens, max(0, self.n_at_least - n_tokens), left_s, self.cost)
 
 
 class _Cost(NamedTuple):
@@ -57,7 +89,8 @@ class Budget:
         self._chunk = chunk
         self._n_steps = 0
         self._decode_s: list[_Cost | None] = [None] * (n_slots + 1)  # by sequences decoding
-        self._prompt_token_s = 0.0  # 0: not measured yet
+        self._fastest_s = math.inf  # of one sequence
+        self._prompts: PromptCost | None = None  # not measured yet
 
     def n_admissible(self, n_running: int, n_prompts: int) -> int:
         """Sequences that may run at once: one at least.
@@ -66,7 +99,7 @@ class Budget:
         """
         if self._target_s is None:
             return self._n_slots
-        if not self._prompt_token_s:
+        if self._prompts is None:
             return max(1, n_running)  # nobody knows yet what one more would take
         limit_s = self._target_s * (1 - PROMPT_SHARE if n_prompts else 1.0)
         n = max(1, n_running)
@@ -77,51 +110,44 @@ class Budget:
     @property
     def prompt_tokens_per_second(self) -> float:
         """How fast prompts are computed; 0 before anything was measured."""
-        return 1 / self._prompt_token_s if self._prompt_token_s else 0.0
+        return 1 / self._prompts.token_s if self._prompts else 0.0
 
-    def prompt_tokens(self, load: Load) -> int:
-        """Tokens of prompts that the next step may hold beside the sequences that decode."""
-        room = self._batch_size - load.n_decoding
+    def allowance(self, load: Load) -> Allowance:
+        """What prompts may have of the next step, beside the sequences that decode."""
         if self._chunk is not None:
-            return min(room, self._chunk)
-        if not self._prompt_token_s:
-            return min(room, _FIRST_GUESS_TOKENS)
-        spare_s = self._allowed_s(load) - self._usual_s(load.n_decoding)
-        # Within a target one for the oldest prompt, and one for the shortest.
-        smallest = _SMALLEST_SLICE if self._target_s is None else min(2, load.n_prompts)
-        return min(room, max(smallest, int(spare_s / self._prompt_token_s)))
+            return Allowance(min(self._batch_size, self._chunk))
+        if self._prompts is None:
+            return Allowance(min(self._batch_size, _FIRST_GUESS_TOKENS))
+        spare_s = self._allowed_s(load) - self._usual_s(load.n_decoding) - self._call_s
+        if self._target_s is None:
+            # Fewer tokens than take as long as their call would hold up everybody for next to nothing.
+            smallest = max(_SMALLEST_SLICE, int(self._call_s / self._prompts.token_s))
+        else:
+            smallest = min(2, load.n_prompts)  # one for the oldest prompt, and one for the shortest
+        return Allowance(self._batch_size, smallest, max(0.0, spare_s), self._prompts)
 
-    def observe(self, n_decoding: int, n_prompt_tokens: int, elapsed_s: float) -> None:
-        """Learn from a step that took `elapsed_s`.
-
-        What a step with prompts in it took beyond its decoding part is theirs: a prompt's tokens take longer
-        the deeper it is, and a decoding part that was blamed for that would allow longer steps still.
-        """
+    def observe_decoding(self, n_decoding: int, elapsed_s: float) -> None:
+        """Learn from the next tokens of so many sequences."""
         self._n_steps += 1
-        if not n_prompt_tokens:
-            self._observe_decoding(n_decoding, elapsed_s)
-            return
-        usual_s, prompts_s = self._usual_s(n_decoding), n_prompt_tokens * self._prompt_token_s
-        if n_decoding and prompts_s and not self._is_measured(n_decoding):
-            # A count that never decodes alone: the step is shared out as was expected.
-            usual_s *= min(elapsed_s / (usual_s + prompts_s), _SURPRISE)
-            self._decode_s[n_decoding] = _Cost(usual_s, self._n_steps)
-        self._observe_prompts(n_prompt_tokens, max(elapsed_s - usual_s, 1e-6))
-
-    def _observe_decoding(self, n_decoding: int, elapsed_s: float) -> None:
+        if n_decoding == 1:
+            self._fastest_s = min(self._fastest_s, elapsed_s)
         if self._is_measured(n_decoding):
             usual_s = self._usual_s(n_decoding)
-            surprise = min(elapsed_s / usual_s, _SURPRISE) - 1
-            elapsed_s = usual_s * (1 + _SMOOTHING * surprise)
+            elapsed_s = usual_s * (1 + _SMOOTHING * _surprise(elapsed_s, usual_s))
         self._decode_s[n_decoding] = _Cost(elapsed_s, self._n_steps)
 
-    def _observe_prompts(self, n_tokens: int, elapsed_s: float) -> None:
-        token_s = elapsed_s / n_tokens
-        if not self._prompt_token_s:
-            self._prompt_token_s = token_s
+    def observe_prompts(self, n_tokens: int, n_cells: int, elapsed_s: float) -> None:
+        """Learn from tokens of prompts, which attended to `n_cells` together."""
+        elapsed_s = max(elapsed_s - self._call_s, elapsed_s / 2)
+        if self._prompts is None:
+            token_s = elapsed_s / (n_tokens + n_cells / _CELLS_A_TOKEN)
+            self._prompts = PromptCost(token_s, token_s / _CELLS_A_TOKEN)
             return
-        surprise = min(token_s / self._prompt_token_s, _SURPRISE) - 1
-        self._prompt_token_s *= 1 + _SMOOTHING * min(1.0, n_tokens / _TELLING_SLICE) * surprise
+        # Tokens and cells each answer for the part of a surprise that they were expected to take.
+        token_s, cell_s = self._prompts
+        tokens_s, cells_s = n_tokens * token_s, n_cells * cell_s
+        learned = _SMOOTHING * _surprise(elapsed_s, tokens_s + cells_s) / (tokens_s + cells_s)
+        self._prompts = PromptCost(token_s * (1 + learned * tokens_s), cell_s * (1 + learned * cells_s))
 
     def _allowed_s(self, load: Load) -> float:
         """How long a step with prompts in it may take."""
@@ -132,7 +158,7 @@ class Budget:
         n_steps = CROWD_STEPS if load.n_prompts > load.n_decoding else GAP_STEPS
         # Not what the batch took when they had joined: by then a deep prompt is a deep sequence.
         usual_s = self._usual_s(load.n_decoding)
-        joined_s = self._joined_s(usual_s, load.n_decoding, load.n_prompts)
+        joined_s = self._joined_s(usual_s, load.n_decoding, load.n_prompts, load.depth)
         return min(n_steps * joined_s, IDLE_STEP_S)
 
     def _usual_s(self, n_decoding: int) -> float:
@@ -144,16 +170,31 @@ class Budget:
             cost = self._decode_s[n]
             if cost is not None and self._is_measured(n):
                 return self._joined_s(cost.seconds, n, n_decoding - n)
-        return n_decoding * self._prompt_token_s
+        return n_decoding * self._token_s
 
-    def _joined_s(self, usual_s: float, n: int, n_more: int) -> float:
+    def _joined_s(self, usual_s: float, n: int, n_more: int, depth: int = 0) -> float:
         """The step of `n` sequences with `n_more` in it.
 
-        Each of those costs about what a prompt token does, and no more than each of the others, if a prompt
-        is so deep that its tokens do.
+        Each of those costs about what a token of a prompt of that depth does, and no more than each of the
+        others.
         """
-        return usual_s + n_more * min(self._prompt_token_s, usual_s / n)
+        token_s = self._prompts.at(depth) if self._prompts else 0.0
+        return usual_s + n_more * min(token_s, usual_s / n)
+
+    @property
+    def _token_s(self) -> float:
+        return self._prompts.token_s if self._prompts else 0.0
+
+    @property
+    def _call_s(self) -> float:
+        """What `llama_decode` takes whatever is in it: a step of one sequence without its token."""
+        return max(0.0, self._fastest_s - self._token_s) if self._fastest_s < math.inf else 0.0
 
     def _is_measured(self, n_decoding: int) -> bool:
         cost = self._decode_s[n_decoding]
         return cost is not None and self._n_steps - cost.seen_at <= _FRESH_STEPS
+
+
+def _surprise(elapsed_s: float, expected_s: float) -> float:
+    """How much longer than expected something took, as a part of that."""
+    return min(elapsed_s / expected_s, _SURPRISE) - 1

@@ -100,13 +100,7 @@ class Loop:
     def run(self) -> None:
         """Step until closed; sleeps when there is nothing to compute."""
         while not self._closing:
-            events, computed = self.step()
-            is_idle = not computed and not self._closing
-            if is_idle:
-                self._set_stats(self._idle_stats())
-            if events:
-                self._deliver(events)
-            if is_idle:
+            if not self.step() and not self._closing:
                 self._sleep()
 
     def end(self) -> None:
@@ -122,32 +116,59 @@ class Loop:
             self._put_away(self._clock() + PUT_AWAY_S)
         self._backend.close()
 
-    def step(self) -> tuple[list[Addressed], bool]:
-        """One turn, one `llama_decode` at most: its events, and whether anything was computed."""
+    def step(self) -> bool:
+        """One turn: what was asked for, the next token of each that runs, a part of the prompts.
+
+        Whether anything was computed. What a call of `llama_decode` gives is delivered before the next.
+        """
         events = self._drain_commands()
         self._expire()
-        plan = self._scheduler.steady
-        if plan is None:
+        steady = self._scheduler.steady
+        if steady is not None:
+            plans = [steady]
+        else:
             events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
-            plan = self._scheduler.plan(self._budget.prompt_tokens(self._scheduler.load()))
-        if not plan.slices:
-            return events, False
-        events += self._compute(plan)
-        return events, True
+            plans = self._scheduler.plan(self._budget.allowance(self._scheduler.load()))
+        if plans:
+            self._compute(plans, events)
+            return True
+        if not self._closing:
+            self._set_stats(self._idle_stats())
+        if events:
+            self._deliver(events)
+        return False
 
-    def _compute(self, plan: Plan) -> list[Addressed]:
-        started = self._clock()
-        try:
-            tokens = _sample(plan, self._backend.run(plan))
-        except Exception as error:
-            logger.exception("a step of %d sequences failed", len(plan.slices))
-            failure = error if isinstance(error, EngineError) else BackendError("the step failed")
-            return self._scheduler.fail((part.sequence for part in plan.slices), failure)
-        ended = self._clock()
-        self._budget.observe(plan.n_decoding, plan.n_prompt_tokens, ended - started)
-        events = self._scheduler.commit(plan, tokens, ended)
-        self._publish(plan, len(tokens), started, ended)
-        return events
+    def _compute(self, plans: list[Plan], events: list[Addressed]) -> None:
+        """Compute a step's plans, and deliver `events` with those of the first.
+
+        One that fails ends the step, since the next may go on from it.
+        """
+        began, since = self._clock(), self.stats.ended_at
+        for plan in plans:
+            started = self._clock()
+            try:
+                tokens = _sample(plan, self._backend.run(plan))
+            except Exception as error:
+                self._deliver(events + self._fail(plan, error))
+                return
+            events += self._commit(plan, tokens, self._clock() - started)
+            self._publish()
+            if plan is plans[-1]:
+                self._measure(began, began if since is None else since, plans)
+            self._deliver(events)
+            events = []
+
+    def _commit(self, plan: Plan, tokens: list[int | EngineError], elapsed_s: float) -> list[Addressed]:
+        if plan.n_decoding:
+            self._budget.observe_decoding(len(plan.slices), elapsed_s)
+        else:
+            self._budget.observe_prompts(plan.n_prompt_tokens, plan.n_prompt_cells, elapsed_s)
+        return self._scheduler.commit(plan, tokens, self._clock())
+
+    def _fail(self, plan: Plan, error: Exception) -> list[Addressed]:
+        logger.error("a step of %d sequences failed", len(plan.slices), exc_info=error)
+        failure = error if isinstance(error, EngineError) else BackendError("the step failed")
+        return self._scheduler.fail((part.sequence for part in plan.slices), failure)
 
     def _sleep(self) -> None:
         """Until there is a command, or something that is kept has outlived its time."""
@@ -208,20 +229,26 @@ class Loop:
             prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
         )
 
-    def _publish(self, plan: Plan, n_sampled: int, started: float, ended: float) -> None:
-        old, load = self.stats, self._scheduler.load()
-        since = old.ended_at if old.ended_at is not None else started
-        rate = n_sampled / max(ended - since, 1e-6)
-        stats = StepStats(
+    def _publish(self) -> None:
+        """Tell how things stand, before anybody hears of what was computed."""
+        load = self._scheduler.load()
+        stats = self.stats._replace(
             n_decoding=load.n_decoding,
             n_admissible=self._n_admissible(load),
             kv_promised_tokens=self._scheduler.kv_promised_tokens,
             prompt_tokens_per_second=self._budget.prompt_tokens_per_second,
-            step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
-            ended_at=ended,
-            tokens_per_second=_smooth(old.tokens_per_second, rate),
+            ended_at=self._clock(),
         )
         self._set_stats(stats)
+
+    def _measure(self, started: float, since: float, plans: list[Plan]) -> None:
+        """Tell how fast steps are, at the end of one; the one before it ended at `since`."""
+        old, ended = self.stats, self._clock()
+        rate = sum(len(plan.sampled) for plan in plans) / max(ended - since, 1e-6)
+        self.stats = old._replace(
+            step_ms=_smooth(old.step_ms, 1000 * (ended - started)),
+            tokens_per_second=_smooth(old.tokens_per_second, rate),
+        )
 
     def _set_stats(self, stats: StepStats) -> None:
         changed = stats.n_admissible != self.stats.n_admissible

@@ -9,9 +9,10 @@ already, is the business of `slots.py`.
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, Self, TypeAlias
 
-from llm_engine.budget import Load
+from llm_engine.budget import Allowance, Load
 from llm_engine.errors import EngineError
 from llm_engine.generation import Delta, Event, Failed, StopReason
 from llm_engine.sequence import Sequence
@@ -45,8 +46,9 @@ class Slice:
     samples: bool
 
     @classmethod
-    def of(cls, sequence: Sequence, n_tokens: int) -> Self:
-        return cls(sequence, n_tokens, n_tokens == sequence.n_pending)
+    def of(cls, sequence: Sequence, n_tokens: int, n_before: int = 0) -> Self:
+        """`n_before`: pending tokens that another call of the same step computes first."""
+        return cls(sequence, n_tokens, n_before + n_tokens == sequence.n_pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,21 @@ class Plan:
 
     slices: list[Slice]
     sampled: list[Slice]  # those that yield a token, in the order of their rows of logits
-    n_decoding: int
+    n_decoding: int  # 0: prompts only
     n_prompt_tokens: int
+    n_prompt_cells: int  # that the prompts' tokens attend to, together
 
     @classmethod
-    def of(cls, decoding: list[Slice], prompts: list[Slice]) -> Self:
+    def of(cls, decoding: Iterable[Slice], prompts: Iterable[Slice]) -> Self:
+        decoding, prompts = list(decoding), list(prompts)
         slices = sorted((*decoding, *prompts), key=lambda part: part.sequence.slot)
-        sampled = [part for part in slices if part.samples]
-        return cls(slices, sampled, len(decoding), sum(part.n_tokens for part in prompts))
+        return cls(
+            slices,
+            [part for part in slices if part.samples],
+            len(decoding),
+            sum(part.n_tokens for part in prompts),
+            sum(part.n_tokens * (part.sequence.n_computed + part.n_tokens // 2) for part in prompts),
+        )
 
 
 class Scheduler:
@@ -78,7 +87,7 @@ class Scheduler:
         self._vocabulary = vocabulary
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Hashable, Sequence] = {}  # in order of admission
-        self._last: Plan | None = None  # the last plan, while it still holds
+        self._last: Plan | None = None  # the last step's only plan, while it still holds
         self.kv_promised_tokens = 0  # cells that the running sequences hold or may still fill
 
     # -- entering and leaving --
@@ -137,8 +146,9 @@ class Scheduler:
         if self._last is not None:
             return Load(n_decoding=self._last.n_decoding, n_prompts=0)
         active = [s for s in self._running.values() if not s.paused]
-        n_decoding = sum(s.is_decoding for s in active)
-        return Load(n_decoding=n_decoding, n_prompts=len(active) - n_decoding)
+        depths = [s.n_computed for s in active if not s.is_decoding]
+        depth = sum(depths) // len(depths) if depths else 0
+        return Load(n_decoding=len(active) - len(depths), n_prompts=len(depths), depth=depth)
 
     @property
     def n_running(self) -> int:
@@ -149,27 +159,41 @@ class Scheduler:
 
     @property
     def steady(self) -> Plan | None:
-        """The last plan, if it is the next one as well: all decode, and nobody has joined, left or paused.
+        """The last step's only plan, if it is the next one's too: all decode, nobody joined, left or paused.
 
         Most steps are like that, and between two steps nothing is in the processor's caches.
         """
         may_join = self._waiting and self._slots.has_free
         return None if may_join else self._last
 
-    def plan(self, n_prompt_tokens: int) -> Plan:
-        """Every running sequence gets its token; `n_prompt_tokens` more are shared among prompts."""
+    def plan(self, allowance: Allowance) -> list[Plan]:
+        """What the next step computes: every running sequence's next token, and then a part of the prompts.
+
+        In two calls, so that the tokens of the first leave before the second begins.
+        """
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
         ready = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
-        plan = Plan.of(decoding, self._prompt_slices(ready, n_prompt_tokens, decoding))
-        self._last = plan if len(decoding) == len(active) else None
-        return plan
+        shares = self._shares(ready, allowance)
+        joining = _joining(shares, ready, decoding)
+        first = Plan.of(decoding, [Slice.of(s, 1) for s in joining])
+        second = Plan.of([], self._rest(shares, ready, joining))
+        self._last = first if decoding and len(decoding) == len(active) else None
+        return [plan for plan in (first, second) if plan.slices]
 
-    def _prompt_slices(self, ready: dict[Sequence, int], n_tokens: int, decoding: list[Slice]) -> list[Slice]:
-        if self._prompt_slice is None:
-            return [Slice.of(sequence, share) for sequence, share in _share(ready, n_tokens).items()]
-        shares = _share({s: min(n, self._prompt_slice) for s, n in ready.items()}, n_tokens)
-        return _in_company(shares, ready, decoding)
+    def _shares(self, ready: dict[Sequence, int], allowance: Allowance) -> dict[Sequence, int]:
+        if self._prompt_slice is not None:
+            ready = {s: min(n, self._prompt_slice) for s, n in ready.items()}
+        return _share(ready, allowance)
+
+    def _rest(
+        self, shares: dict[Sequence, int], ready: dict[Sequence, int], joining: set[Sequence]
+    ) -> list[Slice]:
+        """Slices of what prompts have beyond the token that joins those that decode."""
+        shares = {s: n for s, share in shares.items() if (n := share - (s in joining))}
+        if self._prompt_slice is not None:
+            shares = _in_company(shares, {s: ready[s] - (s in joining) for s in shares})
+        return [Slice.of(s, n, n_before=s in joining) for s, n in shares.items()]
 
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
@@ -222,42 +246,63 @@ class Scheduler:
         self._slots.release(sequence, keep=keep_cells)
 
 
-def _share(prompts: dict[Sequence, int], n_tokens: int) -> dict[Sequence, int]:
-    """Divide a step's prompt tokens: the oldest prompt first, but a part for the one with least left.
+def _share(prompts: dict[Sequence, int], allowance: Allowance) -> dict[Sequence, int]:
+    """Divide what a step may spend: the oldest prompt first, but a part for the one with least left.
 
-    `prompts` says how many each can take; the result is without those that get none.
+    `prompts` says how many tokens each can take; the result is without those that get none.
     """
     shares = dict.fromkeys(prompts, 0)
-    if len(prompts) > 1 and n_tokens > 1:
+
+    def give(sequence: Sequence, n_tokens: int) -> None:
+        nonlocal allowance
+        shares[sequence] += n_tokens
+        allowance = allowance.after(n_tokens, sequence.n_computed)
+
+    if len(prompts) > 1:
         shortest = min(prompts, key=lambda s: s.n_pending)
-        shares[shortest] = min(prompts[shortest], max(1, n_tokens // _SHORTEST_SHARE))
-    left = n_tokens - sum(shares.values())
+        n_tokens = allowance.n_at(shortest.n_computed)
+        if n_tokens > 1:
+            give(shortest, min(prompts[shortest], max(1, n_tokens // _SHORTEST_SHARE)))
     for sequence, n_ready in prompts.items():
-        more = min(left, n_ready - shares[sequence])
-        shares[sequence] += more
-        left -= more
+        give(sequence, min(allowance.n_at(sequence.n_computed), n_ready - shares[sequence]))
     return {sequence: share for sequence, share in shares.items() if share}
 
 
-def _in_company(
+def _joining(
     shares: dict[Sequence, int], ready: dict[Sequence, int], decoding: Iterable[Slice]
-) -> list[Slice]:
-    """Slices of these shares, shortened where llama.cpp would compute a token of a long prompt by itself.
+) -> set[Sequence]:
+    """Prompts of which a token is computed in the call of those that decode.
+
+    One that has a single token, and a neighbour there; and those that fill a hole between them, which would
+    split the batch. A prompt whose last two tokens are its turn fills none: the second would be alone.
+    """
+    slots = sorted(part.sequence.slot for part in decoding)
+    fit = {s.slot for s in shares if ready[s] != 2}
+    holes = [range(left + 1, right) for left, right in pairwise(slots)]
+    filled = {slot for hole in holes if fit.issuperset(hole) for slot in hole}
+    beside = {slot + step for slot in slots for step in (-1, 1)}
+    return {s for s, n in shares.items() if s.slot in filled or (n == 1 and s.slot in beside)}
+
+
+def _in_company(shares: dict[Sequence, int], ready: dict[Sequence, int]) -> dict[Sequence, int]:
+    """These shares, changed where llama.cpp would compute a token of a long prompt by itself.
 
     It computes slots that follow each other together, as far as the shortest of their slices goes, and then
     what is left of the others. So of a slice one longer than both its neighbours a token is left alone, and
-    1 or 2 tokens left of a prompt might be: beside nobody, or beside one that decodes.
+    1 or 2 tokens left of a prompt might be: beside nobody, or beside one that has a single token.
     """
-    lengths = {part.sequence.slot: 1 for part in decoding}
+    lengths: dict[int, int] = {}  # by slot
     is_long = {s: s.n_computed + ready[s] > _ALIKE_UP_TO for s in shares}
     for sequence in sorted(shares, key=lambda s: (is_long[s], s.slot)):
         share = shares[sequence]
         beside = [lengths.get(sequence.slot + step, 0) for step in (-1, 1)]
         fit = (
             n
-            for n in range(share, 0, -1)
+            for n in range(share, 1, -1)
             if n - max(beside) != 1 and n + 1 not in beside and ready[sequence] - n not in (1, 2)
         )
         # Of very few tokens none may fit: it moves on all the same.
-        lengths[sequence.slot] = next(fit, share) if is_long[sequence] else share
-    return [Slice.of(sequence, lengths[sequence.slot]) for sequence in shares]
+        lengths[sequence.slot] = (
+            next(fit, min(ready[sequence], max(share, 2))) if is_long[sequence] else share
+        )
+    return {sequence: lengths[sequence.slot] for sequence in shares}

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 from llm_engine.loop import Loop
-from llm_engine.scheduler import Addressed
 
 PROGRAM = "tests.faulty_loop"
 
@@ -25,7 +24,7 @@ def main() -> int:
     fault = Path(os.environ["FAULT_FILE"])
     step = Loop.step
 
-    def fail_in_time(loop: Loop) -> tuple[list[Addressed], bool]:
+    def fail_in_time(loop: Loop) -> bool:
         if fault.exists():
             raise RuntimeError("made to fail")
         return step(loop)

@@ -1,6 +1,8 @@
 """The budget's laws: prompts never stretch a running stream's gap too far, and never stop."""
 
-from llm_engine.budget import CROWD_STEPS, GAP_STEPS, IDLE_STEP_S, Budget, Load
+import random
+
+from llm_engine.budget import CROWD_STEPS, GAP_STEPS, IDLE_STEP_S, Allowance, Budget, Load, PromptCost
 
 TOKEN_S = 0.004
 
@@ -9,9 +11,8 @@ def learned(*, batch_size: int = 512) -> Budget:
     """A budget that has seen 4 sequences decode in 20 ms and prompt tokens cost 4 ms each."""
     budget = Budget(batch_size, n_slots=8)
     for _ in range(50):
-        budget.observe(0, 10, 10 * TOKEN_S)
-        budget.observe(4, 0, 0.020)
-        budget.observe(4, 5, 0.020 + 5 * TOKEN_S)
+        budget.observe_prompts(10, 0, 10 * TOKEN_S)
+        budget.observe_decoding(4, 0.020)
     return budget
 
 
@@ -19,82 +20,131 @@ def load(n_decoding: int, n_prompts: int) -> Load:
     return Load(n_decoding=n_decoding, n_prompts=n_prompts)
 
 
+def n_tokens(budget: Budget, n_decoding: int, n_prompts: int, *, depth: int = 0) -> int:
+    """Of one prompt, as deep as that."""
+    return budget.allowance(load(n_decoding, n_prompts)).n_at(depth)
+
+
 def test_a_slice_beside_running_streams_stays_within_the_gap() -> None:
-    budget = learned()
     usual_s = 0.020 + TOKEN_S  # of the five that there will be
-    n_tokens = budget.prompt_tokens(load(4, 1))
-    assert 0.020 + n_tokens * TOKEN_S <= GAP_STEPS * usual_s < 0.020 + (n_tokens + 2) * TOKEN_S
+    n = n_tokens(learned(), 4, 1)
+    assert 0.020 + n * TOKEN_S <= GAP_STEPS * usual_s < 0.020 + (n + 2) * TOKEN_S
 
 
 def test_a_crowd_of_prompts_may_take_the_step_it_will_cost_anyway() -> None:
-    assert learned().prompt_tokens(load(4, 4)) > learned().prompt_tokens(load(4, 1))
+    assert n_tokens(learned(), 4, 4) > n_tokens(learned(), 4, 1)
 
 
 def test_where_more_wait_for_a_first_token_than_decode_a_step_may_take_longer() -> None:
-    budget = learned()
-    step_s = 3 * TOKEN_S + budget.prompt_tokens(load(3, 5)) * TOKEN_S
+    step_s = 3 * TOKEN_S + n_tokens(learned(), 3, 5) * TOKEN_S
     assert abs(step_s - CROWD_STEPS * 8 * TOKEN_S) <= TOKEN_S
 
 
 def test_a_batch_that_was_slow_for_a_deep_sequence_in_it_allows_no_longer_gap() -> None:
     budget = learned()
-    before = budget.prompt_tokens(load(4, 1))
+    before = n_tokens(budget, 4, 1)
     for _ in range(50):
-        budget.observe(5, 0, 0.060)
-    assert budget.prompt_tokens(load(4, 1)) == before
+        budget.observe_decoding(5, 0.060)
+    assert n_tokens(budget, 4, 1) == before
 
 
 def test_no_step_takes_longer_than_an_idle_one() -> None:
     budget = Budget(100_000, n_slots=64)
-    budget.observe(0, 10, 10 * TOKEN_S)
-    budget.observe(60, 0, 0.2)
-    assert 0.2 + budget.prompt_tokens(load(60, 4)) * TOKEN_S <= IDLE_STEP_S + 1e-9
+    budget.observe_prompts(10, 0, 10 * TOKEN_S)
+    budget.observe_decoding(60, 0.2)
+    assert 0.2 + n_tokens(budget, 60, 4) * TOKEN_S <= IDLE_STEP_S + 1e-9
 
 
 def test_a_slice_grows_when_nobody_decodes() -> None:
-    assert learned().prompt_tokens(load(0, 1)) == round(IDLE_STEP_S / TOKEN_S)
+    assert abs(n_tokens(learned(), 0, 1) - IDLE_STEP_S / TOKEN_S) <= 1
 
 
 def test_a_slice_is_never_empty_and_never_beyond_the_batch() -> None:
-    assert learned(batch_size=16).prompt_tokens(load(0, 1)) == 16
+    assert n_tokens(learned(batch_size=16), 0, 1) == 16
     slow = Budget(512, n_slots=8)
-    slow.observe(0, 1, 10.0)
-    slow.observe(7, 0, 0.001)
-    assert slow.prompt_tokens(load(7, 1)) > 0
+    slow.observe_prompts(1, 0, 10.0)
+    slow.observe_decoding(7, 0.001)
+    assert n_tokens(slow, 7, 1) > 0
 
 
 def test_an_unmeasured_count_is_guessed_from_a_smaller_one() -> None:
-    budget = learned()
     spare_s = GAP_STEPS * (0.020 + 3 * TOKEN_S) - (0.020 + 2 * TOKEN_S)
-    assert abs(budget.prompt_tokens(load(6, 1)) - spare_s / TOKEN_S) <= 1
+    assert abs(n_tokens(learned(), 6, 1) - spare_s / TOKEN_S) <= 1
 
 
-def test_small_slices_that_cost_more_for_being_mixed_do_not_shrink_the_next() -> None:
-    budget = learned()
-    before = budget.prompt_tokens(load(4, 1))
-    for _ in range(5):
-        budget.observe(4, 4, 0.020 + 4 * TOKEN_S + 0.010)
-    assert budget.prompt_tokens(load(4, 1)) >= before - 3
+# -- what prompts cost, by their depth --
+
+CELL_S = TOKEN_S / 800
+
+
+def prompts_s(n_tokens: int, depth: int, noise: float = 1.0) -> float:
+    return noise * n_tokens * (TOKEN_S + CELL_S * (depth + n_tokens // 2))
+
+
+def compute(budget: Budget, n_prompt: int, n_decoding: int, noise: float = 1.0) -> list[float]:
+    """A prompt beside so many that decode in 5 ms each: what the steps took."""
+    depth, steps_s = 0, []
+    chance = random.Random(n_prompt)
+    while depth < n_prompt:
+        if n_decoding:
+            budget.observe_decoding(n_decoding, 0.005 * n_decoding)
+        n = min(n_prompt - depth, n_tokens(budget, n_decoding, 1, depth=depth))
+        slice_s = prompts_s(n, depth, chance.uniform(1 / noise, noise))
+        budget.observe_prompts(n, n * (depth + n // 2), slice_s)
+        steps_s.append(0.005 * n_decoding + slice_s)
+        depth += n
+    return steps_s
 
 
 def test_a_prompt_that_gets_dearer_the_deeper_it_is_does_not_lengthen_the_gap() -> None:
     budget = learned()
-    for depth in range(300):
-        n_tokens = budget.prompt_tokens(load(4, 1))
-        step_s = 0.020 + n_tokens * TOKEN_S * (1 + depth / 100)
-        budget.observe(4, n_tokens, step_s)
-        assert step_s < 3 * 0.020 or n_tokens == 3
+    assert max(compute(budget, 2000, n_decoding=4)) < 3 * 0.020
+    assert max(compute(budget, 2000, n_decoding=4, noise=1.2)) < 1.2 * 3 * 0.020
+
+
+def test_what_a_deep_prompt_takes_is_not_held_against_one_that_begins() -> None:
+    budget = learned()
+    for _ in range(3):
+        compute(budget, 4000, n_decoding=4)
+    steps_s = compute(budget, 100, n_decoding=4)
+    assert len(steps_s) <= len(compute(learned(), 100, n_decoding=4)) + 1
+
+
+def test_slices_alone_take_as_long_at_every_depth() -> None:
+    budget = learned()
+    for _ in range(6):
+        *steps_s, _ = compute(budget, 4000, n_decoding=0)
+    assert 0.8 * IDLE_STEP_S < min(steps_s) < max(steps_s) < 1.2 * IDLE_STEP_S
+
+
+def test_on_a_machine_where_every_call_takes_long_a_slice_is_worth_its_call() -> None:
+    """As on a GPU: a token more costs next to nothing beside the call."""
+    budget, call_s, token_s = Budget(512, n_slots=8), 0.003, 0.00005
+    budget.observe_prompts(32, 0, call_s + 32 * token_s)
+    budget.observe_decoding(1, call_s + token_s)
+    for _ in range(100):
+        n = n_tokens(budget, 1, 1)
+        budget.observe_prompts(n, 0, call_s + n * token_s)
+        budget.observe_decoding(1, call_s + token_s)
+    assert 40 <= n <= 80
 
 
 def test_before_anything_was_measured_a_slice_is_small() -> None:
-    assert 0 < Budget(512, 8).prompt_tokens(load(0, 1)) <= 64
+    assert 0 < n_tokens(Budget(512, 8), 0, 1) <= 64
 
 
 def test_a_fixed_chunk_is_kept_whatever_steps_take() -> None:
     budget = Budget(100, n_slots=8, chunk=30)
-    budget.observe(0, 10, 10.0)
-    assert budget.prompt_tokens(load(0, 1)) == 30
-    assert budget.prompt_tokens(load(80, 1)) == 20
+    budget.observe_prompts(10, 0, 10.0)
+    assert n_tokens(budget, 0, 1) == n_tokens(budget, 4, 1, depth=1000) == 30
+
+
+def test_what_is_given_to_one_prompt_is_missing_to_the_next() -> None:
+    allowance = Allowance(100, 3, 0.1, PromptCost(0.001, 0.00001))
+    assert (allowance.n_at(0), allowance.n_at(1000), allowance.n_at(100_000)) == (100, 9, 3)
+    left = allowance.after(5, 1000)
+    assert (left.n_tokens, left.n_at_least, round(left.seconds, 9)) == (95, 0, 0.045)
+    assert Allowance(7).after(5, 1000).n_at(0) == 2
 
 
 # -- a target for the step --
@@ -106,14 +156,14 @@ def aiming(n_slots: int = 8) -> Budget:
     """As `learned`, with room in the target for two sequences more than four."""
     budget = Budget(512, n_slots=n_slots, target_s=TARGET_S)
     for _ in range(50):
-        budget.observe(0, 10, 10 * TOKEN_S)
-        budget.observe(4, 0, 0.020)
+        budget.observe_prompts(10, 0, 10 * TOKEN_S)
+        budget.observe_decoding(4, 0.020)
     return budget
 
 
 def test_without_a_target_every_slot_may_be_taken() -> None:
     budget = learned()
-    budget.observe(4, 0, 10.0)
+    budget.observe_decoding(4, 10.0)
     assert budget.n_admissible(4, 0) == 8
 
 
@@ -126,36 +176,36 @@ def test_as_many_are_admitted_as_a_step_of_the_target_holds() -> None:
 def test_nobody_is_admitted_while_the_step_is_over_its_target_but_one_always_is() -> None:
     budget = aiming()
     for _ in range(50):
-        budget.observe(5, 0, 0.040)
+        budget.observe_decoding(5, 0.040)
     assert budget.n_admissible(5, 0) == 5
     assert budget.n_admissible(0, 0) == 4
     slow = Budget(512, n_slots=8, target_s=TARGET_S)
-    slow.observe(1, 0, 1.0)
+    slow.observe_decoding(1, 1.0)
     assert slow.n_admissible(0, 0) == 1
 
 
 def test_before_anything_was_measured_one_is_admitted_at_a_time() -> None:
     budget = Budget(512, n_slots=8, target_s=TARGET_S)
     assert (budget.n_admissible(0, 0), budget.n_admissible(1, 1)) == (1, 1)
-    budget.observe(0, 10, 10 * TOKEN_S)
+    budget.observe_prompts(10, 0, 10 * TOKEN_S)
     assert budget.n_admissible(1, 0) > 1
 
 
 def test_a_count_that_was_too_slow_once_is_tried_again_later() -> None:
     budget = aiming()
-    budget.observe(5, 0, 1.0)
+    budget.observe_decoding(5, 1.0)
     assert budget.n_admissible(4, 0) == 4
     for _ in range(600):
-        budget.observe(4, 0, 0.020)
+        budget.observe_decoding(4, 0.020)
     assert budget.n_admissible(4, 0) == 6
 
 
 def test_slices_fill_the_step_up_to_its_target_and_no_further() -> None:
     budget = aiming()
     for n_decoding in (0, 4):
-        n_tokens = budget.prompt_tokens(load(n_decoding, 1))
-        step_s = (0.020 if n_decoding else 0.0) + n_tokens * TOKEN_S
-        assert TARGET_S - TOKEN_S - 1e-9 <= step_s <= TARGET_S or n_tokens == 4
+        n = n_tokens(budget, n_decoding, 1)
+        step_s = (0.020 if n_decoding else 0.0) + n * TOKEN_S
+        assert TARGET_S - TOKEN_S - 1e-9 <= step_s <= TARGET_S or n == 4
 
 
 def test_while_there_are_prompts_a_part_of_the_target_is_theirs() -> None:
@@ -164,19 +214,12 @@ def test_while_there_are_prompts_a_part_of_the_target_is_theirs() -> None:
     assert budget.n_admissible(4, 1) == 4
 
 
-def test_mixed_steps_tell_what_a_count_costs_that_never_decodes_alone() -> None:
-    budget = aiming()
-    for _ in range(50):
-        budget.observe(5, 2, 0.034 + 2 * TOKEN_S)
-    assert budget.n_admissible(5, 0) == 5
-
-
 def test_one_step_that_somebody_else_held_up_changes_little() -> None:
     budget = aiming()
-    budget.observe(4, 0, 20.0)
+    budget.observe_decoding(4, 20.0)
     assert budget.n_admissible(4, 0) == 4
     for _ in range(10):
-        budget.observe(4, 0, 0.020)
+        budget.observe_decoding(4, 0.020)
     assert budget.n_admissible(4, 0) >= 5
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from llm_engine import llama
 from llm_engine.backend import LlamaBackend, context_params
+from llm_engine.budget import Allowance
 from llm_engine.config import EngineConfig
 from llm_engine.diskcache import DiskCache
 from llm_engine.model import Model
@@ -57,11 +58,11 @@ class Steps:
         """Step, with so many tokens of prompts, until they are there."""
         while key not in self._logits:
             self._scheduler.admit(now=1.0, n_admissible=N_SLOTS)
-            plan = self._scheduler.plan(n_prompt_tokens)
-            rows = self._backend.run(plan)
-            for part, row in zip(plan.sampled, rows, strict=True):
-                self._logits.setdefault(str(part.sequence.key), row.copy())
-            self._scheduler.commit(plan, rows.argmax(axis=1).tolist(), now=1.0)
+            for plan in self._scheduler.plan(Allowance(n_prompt_tokens)):
+                rows = self._backend.run(plan)
+                for part, row in zip(plan.sampled, rows, strict=True):
+                    self._logits.setdefault(str(part.sequence.key), row.copy())
+                self._scheduler.commit(plan, rows.argmax(axis=1).tolist(), now=1.0)
         return self._logits[key]
 
 

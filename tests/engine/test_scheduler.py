@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_engine.budget import Load
+from llm_engine.budget import Allowance, Load
 from llm_engine.diskcache import DiskCache
 from llm_engine.errors import BackendError
 from llm_engine.generation import Delta, Failed, Finished, StopReason
@@ -47,8 +47,16 @@ def scheduler(*sequences: Sequence, n_slots: int = 4, prompt_slice: int | None =
 
 def turn(made: Scheduler, token: int, *, n_prompt_tokens: int = 100, now: float = 2.0) -> list[Addressed]:
     """One step in which every sampling sequence draws `token`."""
-    plan = made.plan(n_prompt_tokens)
-    return made.commit(plan, [token] * len(plan.sampled), now)
+    return compute(made, made.plan(Allowance(n_prompt_tokens)), token, now)
+
+
+def compute(made: Scheduler, plans: list[Plan], token: int, now: float) -> list[Addressed]:
+    return [event for plan in plans for event in made.commit(plan, [token] * len(plan.sampled), now)]
+
+
+def step(made: Scheduler, n_prompt_tokens: int) -> list[list[tuple[object, int]]]:
+    """What each call of the next step holds."""
+    return [shape(plan) for plan in made.plan(Allowance(n_prompt_tokens))]
 
 
 def shape(plan: Plan) -> list[tuple[object, int]]:
@@ -60,37 +68,38 @@ def test_plan_serves_every_running_sequence_before_any_prefill() -> None:
     turn(made, ord("x"))
     made.enqueue(sequence("long", n_prompt=50))
     made.admit(now=3.0, n_admissible=4)
-    assert shape(made.plan(10)) == [("a", 1), ("b", 1), ("long", 10)]
-    assert shape(made.plan(0)) == [("a", 1), ("b", 1)]
+    assert step(made, 10) == [[("a", 1), ("b", 1)], [("long", 10)]]
+    assert step(made, 0) == [[("a", 1), ("b", 1)]]
+    assert step(made, 1) == [[("a", 1), ("b", 1), ("long", 1)]]
 
 
 def test_a_short_prompt_behind_a_long_one_gets_a_part_of_every_step() -> None:
     made = scheduler(sequence("long", n_prompt=1000), sequence("short", n_prompt=30))
-    assert shape(made.plan(40)) == [("long", 30), ("short", 10)]
+    assert step(made, 40) == [[("long", 30), ("short", 10)]]
 
 
 def test_of_two_tokens_the_short_prompt_has_one() -> None:
     made = scheduler(sequence("long", n_prompt=1000), sequence("short", n_prompt=30))
-    assert shape(made.plan(2)) == [("long", 1), ("short", 1)]
-    assert shape(made.plan(1)) == [("long", 1)]
+    assert step(made, 2) == [[("long", 1), ("short", 1)]]
+    assert step(made, 1) == [[("long", 1)]]
 
 
 def test_prompts_of_equal_length_are_served_oldest_first() -> None:
     made = scheduler(sequence("first", n_prompt=20), sequence("second", n_prompt=20))
     turn(made, ord("x"), n_prompt_tokens=16)
-    assert shape(made.plan(16))[0] == ("first", 4)
+    assert step(made, 16) == [[("first", 4), ("second", 12)]]
 
 
 def test_no_prompt_has_more_than_a_slice_in_a_step_and_others_get_what_it_leaves() -> None:
     made = scheduler(sequence("a", n_prompt=100), sequence("b", n_prompt=100), prompt_slice=63)
-    assert shape(made.plan(200)) == [("a", 63), ("b", 63)]
-    assert shape(made.plan(80)) == [("a", 63), ("b", 17)]
+    assert step(made, 200) == [[("a", 63), ("b", 63)]]
+    assert step(made, 80) == [[("a", 63), ("b", 17)]]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 50))
 def test_prompt_slices_use_the_whole_allowance_and_no_more(lengths: list[int], allowance: int) -> None:
     made = scheduler(*(sequence(str(i), n_prompt=n) for i, n in enumerate(lengths)), n_slots=6)
-    plan = made.plan(allowance)
+    (plan,) = made.plan(Allowance(allowance))
     assert plan.n_prompt_tokens == min(allowance, sum(lengths))
     assert all(part.n_tokens <= part.sequence.n_pending for part in plan.slices)
 
@@ -136,34 +145,67 @@ def test_a_prompt_never_has_one_token_left_nor_two() -> None:
     for n_left, n_tokens in ((63, 63), (64, 61), (65, 62), (66, 63)):
         made = scheduler(sequence("a", n_prompt=300 + n_left), prompt_slice=63)
         deep(made)
-        assert shape(made.plan(100)) == [("a", n_tokens)]
+        assert step(made, 100) == [[("a", n_tokens)]]
 
 
 def test_of_two_prompts_side_by_side_neither_has_a_token_more_than_the_other() -> None:
     made = scheduler(sequence("a", n_prompt=319), sequence("b", n_prompt=320), prompt_slice=63)
     deep(made)
-    assert shape(made.plan(100)) == [("a", 19), ("b", 17)]
-    assert shape(made.plan(38)) == [("a", 19), ("b", 17)]
-    assert shape(made.plan(35)) == [("a", 19), ("b", 16)]
+    assert step(made, 100) == [[("a", 19), ("b", 17)]]
+    assert step(made, 38) == [[("a", 19), ("b", 17)]]
+    assert step(made, 35) == [[("a", 19), ("b", 16)]]
 
 
-def test_a_prompt_beside_a_decoding_sequence_has_more_than_a_token_beyond_it() -> None:
-    made = scheduler(sequence("stream"), sequence("a", n_prompt=320), prompt_slice=63)
-    made.commit(Plan.of([], [Slice.of(made.all_sequences()[0], 3)]), [ord("x")], now=2.0)
-    made.commit(Plan.of([], [Slice.of(made.all_sequences()[1], 300)]), [], now=2.0)
-    assert shape(made.plan(2)) == [("stream", 1), ("a", 1)]
-    assert shape(made.plan(4)) == [("stream", 1), ("a", 4)]
+def beside_streams(*, n_prompt: int, n_computed: int, slots: tuple[int, ...] = (0,)) -> Scheduler:
+    """A prompt of which so much is computed, beside sequences that decode in these slots of four."""
+    made = scheduler(*(sequence(str(slot), n_prompt=3) for slot in range(4)), prompt_slice=63)
+    turn(made, ord("x"))
+    for slot in {0, 1, 2, 3} - {*slots}:
+        made.cancel(str(slot), now=2.0)
+    made.enqueue(sequence("a", n_prompt=n_prompt))
+    made.admit(now=2.0, n_admissible=4)
+    made.commit(Plan.of([], [Slice.of(made.all_sequences()[-1], n_computed)]), [], now=2.0)
+    return made
+
+
+def test_a_single_token_is_computed_with_those_that_decode_and_more_by_themselves() -> None:
+    made = beside_streams(n_prompt=320, n_computed=300)
+    assert step(made, 1) == [[("0", 1), ("a", 1)]]
+    assert step(made, 2) == [[("0", 1)], [("a", 2)]]
+    assert step(made, 4) == [[("0", 1)], [("a", 4)]]
+
+
+def test_a_single_token_of_a_long_prompt_without_a_neighbour_gets_another() -> None:
+    made = beside_streams(n_prompt=320, n_computed=300, slots=(0, 3))
+    made.cancel("0", now=2.0)
+    assert step(made, 1) == [[("3", 1)], [("a", 2)]]
+
+
+def test_a_prompt_in_a_hole_between_those_that_decode_fills_it_with_a_token() -> None:
+    assert step(beside_streams(n_prompt=320, n_computed=300, slots=(0, 2, 3)), 9) == [
+        [("0", 1), ("a", 1), ("2", 1), ("3", 1)],
+        [("a", 8)],
+    ]
+    assert step(beside_streams(n_prompt=320, n_computed=300, slots=(0, 2, 3)), 2) == [
+        [("0", 1), ("a", 1), ("2", 1), ("3", 1)],
+        [("a", 2)],
+    ]
+
+
+def test_the_last_two_tokens_of_a_prompt_stay_together() -> None:
+    made = beside_streams(n_prompt=302, n_computed=300, slots=(0, 2, 3))
+    assert step(made, 9) == [[("0", 1), ("2", 1), ("3", 1)], [("a", 2)]]
 
 
 def test_where_answers_may_depend_on_others_no_slice_is_shortened() -> None:
     made = scheduler(sequence("a", n_prompt=364), sequence("b", n_prompt=365))
     deep(made)
-    assert shape(made.plan(200)) == [("a", 64), ("b", 65)]
+    assert step(made, 200) == [[("a", 64), ("b", 65)]]
 
 
 def test_short_prompts_are_computed_as_they_come() -> None:
     made = scheduler(sequence("a", n_prompt=39), sequence("b", n_prompt=40))
-    assert shape(made.plan(100)) == [("a", 39), ("b", 40)]
+    assert step(made, 100) == [[("a", 39), ("b", 40)]]
 
 
 @given(
@@ -174,7 +216,7 @@ def test_short_prompts_are_computed_as_they_come() -> None:
 def test_only_of_a_few_tokens_one_is_ever_computed_alone(
     asked: list[tuple[int, int]], pauses: list[int], allowances: list[int]
 ) -> None:
-    """Of six tokens or more there is always a number that fits; of a neighbour there may be one more."""
+    """Of four tokens or more there is always a number that fits."""
     prompts = [sequence(str(i), n_prompt=n, max_tokens=n_out) for i, (n, n_out) in enumerate(asked)]
     made = scheduler(*prompts, n_slots=5, prompt_slice=63)
     n_turns = 0
@@ -184,19 +226,20 @@ def test_only_of_a_few_tokens_one_is_ever_computed_alone(
         for each in made.all_sequences() if n_turns == len(pauses) else ():
             made.set_paused(each.key, False)
         made.admit(now=1.0, n_admissible=5)
-        plan = made.plan(allowances[n_turns % len(allowances)])
-        taken = dict(shape(plan))
-        assert all(taken[key] <= 6 for key in alone(plan))
-        made.commit(plan, [ord("x")] * len(plan.sampled), now=2.0)
+        plans = made.plan(Allowance(allowances[n_turns % len(allowances)]))
+        for plan in plans:
+            taken = dict(shape(plan))
+            assert all(taken[key] <= 3 for key in alone(plan))
+        compute(made, plans, ord("x"), now=2.0)
         n_turns += 1
 
 
 def test_sequences_beyond_the_slots_wait_and_join_when_one_leaves() -> None:
     made = scheduler(sequence("a", max_tokens=1), sequence("b"), sequence("c"), n_slots=2)
-    assert {key for key, _ in shape(made.plan(100))} == {"a", "b"}
+    assert {key for call in step(made, 100) for key, _ in call} == {"a", "b"}
     turn(made, ord("x"))
     made.admit(now=3.0, n_admissible=4)
-    assert {key for key, _ in shape(made.plan(100))} == {"b", "c"}
+    assert {key for call in step(made, 100) for key, _ in call} == {"b", "c"}
 
 
 def test_max_tokens_ends_with_length_in_the_same_step() -> None:
@@ -235,8 +278,9 @@ def test_slices_come_in_the_order_of_their_slots_and_holes_are_filled_first() ->
     for key in ("new", "newer"):
         made.enqueue(sequence(key))
     made.admit(now=3.0, n_admissible=4)
-    assert [part.sequence.slot for part in made.plan(100).slices] == [0, 1, 2, 3]
-    assert [part.sequence.key for part in made.plan(100).slices] == ["newer", "1", "new", "3"]
+    with_those_that_decode, _ = made.plan(Allowance(100))
+    assert [part.sequence.slot for part in with_those_that_decode.slices] == [1, 2, 3]
+    assert step(made, 100) == [[("1", 1), ("new", 1), ("3", 1)], [("newer", 3), ("new", 2)]]
 
 
 def test_a_slot_is_taken_again_once_it_is_free() -> None:
@@ -244,7 +288,7 @@ def test_a_slot_is_taken_again_once_it_is_free() -> None:
     turn(made, ord("x"))
     made.enqueue(sequence("b"))
     made.admit(now=3.0, n_admissible=4)
-    assert made.plan(10).slices[0].sequence.seq_id == 0
+    assert made.plan(Allowance(10))[0].slices[0].sequence.seq_id == 0
 
 
 def test_cancel_works_while_waiting_in_prefill_and_in_decode_and_never_twice() -> None:
@@ -263,22 +307,23 @@ def test_a_paused_sequence_is_left_out_and_keeps_its_slot() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     turn(made, ord("x"))
     made.set_paused("a", True)
-    assert shape(made.plan(10)) == [("b", 1)]
+    assert step(made, 10) == [[("b", 1)]]
     assert made.load() == Load(n_decoding=1, n_prompts=0)
     made.set_paused("a", False)
-    assert shape(made.plan(10)) == [("a", 1), ("b", 1)]
+    assert step(made, 10) == [[("a", 1), ("b", 1)]]
 
 
 def test_one_failed_draw_fails_that_sequence_only() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     error = BackendError("no")
-    events = made.commit(made.plan(100), [error, ord("x")], now=2.0)
+    (plan,) = made.plan(Allowance(100))
+    events = made.commit(plan, [error, ord("x")], now=2.0)
     assert events == [("a", Failed(error)), ("b", Delta("x", (ord("x"),)))]
 
 
 def test_a_continuation_computes_its_progress_and_sends_only_what_follows() -> None:
     made = scheduler(sequence("a", resumed=b"he", max_tokens=4, stop=("lo",)))
-    assert shape(made.plan(100)) == [("a", 5)]
+    assert step(made, 100) == [[("a", 5)]]
     assert turn(made, ord("l")) == [("a", Delta("", (ord("l"),)))]
     delta, (_, finished) = turn(made, ord("l"))
     assert delta == ("a", Delta("ll", (ord("l"),)))
@@ -303,7 +348,7 @@ def test_no_more_run_than_are_admissible_and_the_rest_wait_for_their_turn() -> N
     assert made.n_running == 2
     turn(made, ord("x"))
     made.admit(now=3.0, n_admissible=2)
-    assert [part.sequence.key for part in made.plan(100).slices] == ["c"]
+    assert step(made, 100) == [[("c", 3)]]
 
 
 @given(
@@ -326,10 +371,10 @@ def test_a_plan_that_still_holds_is_what_planning_anew_would_give(
         for _ in range(turns[n] if n < len(turns) else 1):
             steady = made.steady
             made.admit(now=1.0, n_admissible=n_admissible)
-            load, anew = made.load(), made.plan(n_prompt_tokens=1)
-            assert steady is None or steady == anew
-            assert load.n_decoding == anew.n_decoding
-            made.commit(anew, [ord("x")] * len(anew.sampled), now=2.0)
+            load, anew = made.load(), made.plan(Allowance(1))
+            assert steady is None or [steady] == anew
+            assert load.n_decoding == sum(plan.n_decoding for plan in anew)
+            compute(made, anew, ord("x"), now=2.0)
             running = [each for each in made.all_sequences() if each.seq_id is not None]
             assert made.kv_promised_tokens == sum(each.kv_promised_tokens for each in running)
 
@@ -337,7 +382,7 @@ def test_a_plan_that_still_holds_is_what_planning_anew_would_give(
 def test_a_step_of_nothing_but_decoding_is_planned_once() -> None:
     made = scheduler(sequence("a"), sequence("b"))
     turn(made, ord("x"))
-    with_prompts, decoding = made.steady, made.plan(100)
+    with_prompts, (decoding,) = made.steady, made.plan(Allowance(100))
     made.commit(decoding, [ord("x")] * 2, now=3.0)
     assert (with_prompts, made.steady) == (None, decoding)
     made.enqueue(sequence("c"))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm_engine.budget import Allowance
 from llm_engine.diskcache import DiskCache, Write
 from llm_engine.errors import BackendError
 from llm_engine.generation import Finished
@@ -87,12 +88,12 @@ class World:
         """One turn, which takes a second; whether anything was computed."""
         self.now += 1.0
         events = self.scheduler.admit(self.now, n_admissible=len(self.backend.slots))
-        plan = self.scheduler.plan(n_prompt_tokens)
-        if plan.slices:
+        plans = self.scheduler.plan(Allowance(n_prompt_tokens))
+        for plan in plans:
             rows = self.backend.run(plan)
             events += self.scheduler.commit(plan, [int(row.argmax()) for row in rows], self.now)
         self.ended.update({str(key): event for key, event in events if isinstance(event, Finished)})
-        return bool(plan.slices)
+        return bool(plans)
 
     def run(self) -> None:
         """Until nothing is left to do, by the disk neither."""
