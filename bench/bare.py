@@ -90,10 +90,14 @@ class BareLoop:
         """Compute a prompt. Shapes: (1, vocabulary), valid until the next call."""
         for start in range(0, len(prompt), self._params.n_batch):
             part = prompt[start : start + self._params.n_batch]
-            self._batch.clear()
-            self._batch.append(seq_id, start, part, wants_logits=start + len(part) == len(prompt))
-            self._decode()
+            self.compute(seq_id, start, part, wants_logits=start + len(part) == len(prompt))
         return self._logits.of(1)
+
+    def compute(self, seq_id: int, start: int, tokens: Sequence[int], *, wants_logits: bool = False) -> None:
+        """Compute tokens of a prompt, from `start` on, in a call of their own."""
+        self._batch.clear()
+        self._batch.append(seq_id, start, tokens, wants_logits=wants_logits)
+        self._decode()
 
     def step(
         self, last: dict[int, int], positions: list[int], beside: tuple[int, int, Sequence[int]] | None = None

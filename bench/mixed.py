@@ -1,13 +1,15 @@
 """`python -m bench mixed`: what a step takes that holds a part of a prompt beside sequences that decode.
 
 Bare `llama_decode` with the engine's settings: `--streams` sequences have one token each in it, and a prompt
-of which so many tokens are computed already has its next ones. What a token of a prompt takes grows with its
-depth: this is what slices are cut by, and what a gap of so many usual steps leaves room for.
+of which so many tokens are computed already has its next ones, in a call of their own, as in the engine, or
+in the same call. What a token of a prompt takes grows with its depth: this is what slices are cut by, and
+what a gap of so many usual steps leaves room for.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TypeAlias
 
 from tqdm import tqdm
@@ -19,7 +21,9 @@ from bench.prompts import distinct, passage
 from bench.report import print_table, spread, write_json
 from llm_engine.config import EngineConfig
 
-Times: TypeAlias = dict[int, dict[int, list[float]]]  # milliseconds, by depth and slice
+Times: TypeAlias = dict[str, dict[int, list[float]]]  # milliseconds, by row and slice
+
+WAYS = APART, TOGETHER = "apart", "together"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     times = _measure(args)
     print(f"ms of a step: {args.streams} sequences decode, and so many tokens of a prompt beside them")
-    print_table(("depth", *map(str, args.slices)), list(_rows(times)))
+    print_table(
+        ("depth", *map(str, args.slices)), [(row, *map(spread, each.values())) for row, each in times.items()]
+    )
     write_json(args.json, "mixed", vars(args), times)
     write_png(args.png, f"beside {args.streams} sequences that decode", [_panel(times)])
     return 0
@@ -47,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> Times:
-    n_steps = args.rounds * len(args.slices) * len(args.depths)
+    n_steps = args.rounds * len(args.slices) * len(args.depths) * len(WAYS)
     config = EngineConfig(
         model=args.model,
         threads=args.threads,
@@ -55,30 +61,26 @@ def _measure(args: argparse.Namespace) -> Times:
         max_inflight=args.streams + 1,
         ctx_size=max(args.depths) + max(args.slices) + n_steps + 64,
     )
-    times: Times = {depth: {n: [] for n in args.slices} for depth in args.depths}
+    times: Times = {f"{depth}, {way}": {n: [] for n in args.slices} for depth in args.depths for way in WAYS}
     with BareLoop(config) as loop:
         prompt = loop.tokenize(passage(2 * config.ctx_size, "mixed"))
         streams = [loop.tokenize(text) for text in distinct(args.streams)]
         last = {i: int(loop.prefill(i, tokens).argmax()) for i, tokens in enumerate(streams)}
         positions = [len(tokens) for tokens in streams]
-        for depth, each in tqdm(times.items(), desc="depths", disable=None, leave=False):
+        for depth in tqdm(args.depths, desc="depths", disable=None, leave=False):
             loop.prefill(args.streams, prompt[:depth])
-            for _ in range(args.rounds):
-                for n, taken in each.items():
-                    beside = (args.streams, depth, prompt[depth : depth + n]) if n else None
-                    started = time.perf_counter()
-                    loop.step(last, positions, beside)
-                    taken.append(1000 * (time.perf_counter() - started))
-                    loop.cut(args.streams, depth)
+            for _, n, way in product(range(args.rounds), args.slices, WAYS):
+                beside = (args.streams, depth, prompt[depth : depth + n])
+                started = time.perf_counter()
+                loop.step(last, positions, beside if n and way == TOGETHER else None)
+                if n and way == APART:
+                    loop.compute(*beside)
+                times[f"{depth}, {way}"][n].append(1000 * (time.perf_counter() - started))
+                loop.cut(args.streams, depth)
             loop.cut(args.streams, 0)
     return times
 
 
-def _rows(times: Times) -> Iterator[tuple[object, ...]]:
-    for depth, each in times.items():
-        yield depth, *(spread(taken) for taken in each.values())
-
-
-def _panel(times: Mapping[int, Mapping[int, Sequence[float]]]) -> Panel:
-    series = {f"depth {depth}": [*each.items()] for depth, each in times.items()}
+def _panel(times: Mapping[str, Mapping[int, Sequence[float]]]) -> Panel:
+    series = {f"depth {row}": [*each.items()] for row, each in times.items()}
     return Panel(x="tokens of the prompt", y="ms", series=series)

@@ -1,8 +1,10 @@
 """`python -m bench prefill-stall`: what running streams feel while a long prompt joins them.
 
-One long prompt is asked alone. Then `--streams` answers run; once all do, another prompt as long joins. The
-usual step is the median gap between two texts of a stream before that; the longest gap is that of any
-stream from the moment the long prompt was sent until it has its first text.
+One long prompt is asked alone. Then `--streams` answers run; once all have done so for some seconds, another
+prompt as long joins, and when it has its answer the streams go on for some seconds more. The longest gap is
+that of any stream from the moment the long prompt was sent until it has its first text. The usual step is the
+mean gap before that and after it, since the streams grow deeper meanwhile; not the median, because where
+every core is busy clients are woken by the tick of the machine's clock, and all gaps are multiples of that.
 
 A server may spare its streams at the price of the long prompt, or the other way round: each `--url` is a
 point of the plot. To draw the curve of one server, start it several times, with other `--prefill-chunk`.
@@ -10,6 +12,7 @@ point of the plot. To draw the curve of one server, start it several times, with
 
 import argparse
 import asyncio
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from bench.report import print_table, spread, write_json
 from bench.targets import Target, alternate, parser, targets
 
 ANSWERS_A_STREAM = 16  # at most, one after the other
+UNDISTURBED_S = 3.0  # for which the streams run before the prompt joins, and after its answer
 SETTLE_S = 1.0  # for the server to notice that the streams have left
 TOKENS_AFTER = 16  # of the long prompt's answer
 COLUMNS = {
@@ -94,7 +98,9 @@ async def _join(target: Target, run: str, n_prompt: int, n_streams: int, stream_
     streams = [_Stream(target, texts[i::n_streams], stream_tokens) for i in range(n_streams)]
     await asyncio.gather(*(stream.begin() for stream in streams))
     going_on = [asyncio.create_task(stream.go_on()) for stream in streams]
+    await asyncio.sleep(UNDISTURBED_S)
     joining = await ask(target, greedy([user(passage(n_prompt, f"1.{run}"))], TOKENS_AFTER))
+    await asyncio.sleep(UNDISTURBED_S)
     for stream, task in zip(streams, going_on, strict=True):
         task.cancel()
         stream.leave()
@@ -140,11 +146,12 @@ def figures(join: Join) -> Figures:
     firsts = [
         answer.text_at[0] for answer in join.streams if answer.text_at and answer.text_at[0] < joined_at
     ]
-    before = list(_gaps_ms(join.streams, max(firsts, default=joined_at), joined_at))
-    during = list(_gaps_ms(join.streams, joined_at, first_at))
-    if not before or not during:
-        raise RuntimeError("no stream ran when the long prompt came")
-    step_ms, gap_ms = statistics.median(before), max(during)
+    before = _gaps_ms(join.streams, max(firsts, default=joined_at), joined_at)
+    after = _gaps_ms(join.streams, join.joining.ended_at, math.inf)
+    during = _gaps_ms(join.streams, joined_at, first_at, reaching=True)
+    if not before or not during or not after:
+        raise RuntimeError("no stream ran when the long prompt came, or none after it")
+    step_ms, gap_ms = statistics.fmean(map(statistics.fmean, (before, after))), max(during)
     alone_ms, joining_ms = 1000 * join.alone.first_s, 1000 * join.joining.first_s
     return {
         "prompt_tokens": join.joining.n_prompt,
@@ -157,12 +164,14 @@ def figures(join: Join) -> Figures:
     }
 
 
-def _gaps_ms(streams: Sequence[Answer], begin: float, end: float) -> Iterator[float]:
-    """The gaps of all streams that lie in this time or reach into it; none within what came in one read."""
-    for answer in streams:
-        for earlier, later in pairwise(dict.fromkeys(answer.text_at)):
-            if earlier < end and later > begin:
-                yield 1000 * (later - earlier)
+def _gaps_ms(streams: Sequence[Answer], begin: float, end: float, *, reaching: bool = False) -> list[float]:
+    """The gaps of all streams within this time, or reaching into it; none within what came in one read."""
+    gaps = [gap for answer in streams for gap in pairwise(dict.fromkeys(answer.text_at))]
+    if reaching:
+        found = [gap for gap in gaps if gap[0] < end and gap[1] > begin]
+    else:
+        found = [gap for gap in gaps if begin <= gap[0] and gap[1] <= end]
+    return [1000 * (later - earlier) for earlier, later in found]
 
 
 def _rows(result: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

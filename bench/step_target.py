@@ -24,6 +24,7 @@ from llm_engine.backend import LlamaBackend
 from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.generation import Delta, GenerateRequest
+from llm_engine.loop import Loop
 from llm_engine.sampling import SamplingParams
 from llm_engine.scheduler import Plan
 
@@ -41,7 +42,7 @@ Figures: TypeAlias = dict[str, float]
 
 
 class Step(NamedTuple):
-    """One `llama_decode`: how long, how many sequences, and how many requests there were."""
+    """One turn of the engine: how long, how many sequences, and how many requests there were."""
 
     seconds: float
     n_sequences: int
@@ -108,15 +109,21 @@ def run(config: EngineConfig, args: argparse.Namespace, n_long: int, name: str) 
 def _stamped(engine: Engine) -> Iterator[list[Step]]:
     """What the engine's steps take, from now on."""
     steps: list[Step] = []
-    compute = LlamaBackend.run
+    slots: set[int] = set()  # in the calls of a step
+    compute, take_step = LlamaBackend.run, Loop.step
 
-    def stamped(backend: LlamaBackend, plan: Plan) -> llama.Logits:
+    def noted(backend: LlamaBackend, plan: Plan) -> llama.Logits:
+        slots.update(part.sequence.slot for part in plan.slices)
+        return compute(backend, plan)
+
+    def stamped(loop: Loop) -> bool:
         n_asked, began = engine.capacity().inflight, time.perf_counter()
-        rows = compute(backend, plan)
-        steps.append(Step(time.perf_counter() - began, len(plan.slices), n_asked))
-        return rows
+        if computed := take_step(loop):
+            steps.append(Step(time.perf_counter() - began, len(slots), n_asked))
+        slots.clear()
+        return computed
 
-    with patch.object(LlamaBackend, "run", stamped):
+    with patch.object(LlamaBackend, "run", noted), patch.object(Loop, "step", stamped):
         yield steps
 
 

@@ -26,8 +26,8 @@ def test_engine_runs(flags: list[str], results: Any) -> None:
 def test_mixed_runs(smollm2: Path, flags: list[str], results: Any) -> None:
     load = ["--model", str(smollm2), "--streams", "2", "--depths", "0,80", "--slices", "0,3", "--rounds", "2"]
     assert mixed.main([*flags, *load, "--threads", "1"]) == 0
-    assert {(depth, n): len(ms) for depth, each in results().items() for n, ms in each.items()} == {
-        (depth, n): 2 for depth in ("0", "80") for n in ("0", "3")
+    assert {(row, n): len(ms) for row, each in results().items() for n, ms in each.items()} == {
+        (f"{depth}, {way}", n): 2 for depth in ("0", "80") for way in mixed.WAYS for n in ("0", "3")
     }
 
 

@@ -89,29 +89,31 @@ def test_a_wait_is_what_comes_on_top_of_the_idle_server() -> None:
 def test_a_stall_is_a_gap_that_reaches_into_the_long_prompts_time() -> None:
     join = prefill_stall.Join(
         alone=answer(text_at=(2.0,)),
-        joining=answer(asked_at=11.0, text_at=(15.0, 15.1), n_prompt=2000),
+        joining=answer(asked_at=11.0, text_at=(15.0, 15.1), ended_at=15.3, n_prompt=2000),
         streams=[
-            answer(asked_at=5.0, text_at=(6.0, 9.0, 9.1, 9.2, 10.9, 12.9, 13.0, 15.2, 99.0)),
+            answer(asked_at=5.0, text_at=(6.0, 9.0, 9.1, 9.2, 10.9, 12.9, 13.0, 15.2, 15.4, 15.7)),
             answer(asked_at=5.0, text_at=(9.0, 9.1, 9.2)),  # ended; its client has asked again
-            answer(asked_at=9.3, text_at=(16.0, 50.0)),
+            answer(asked_at=9.3, text_at=(16.0, 16.3)),
         ],
     )
     figures = prefill_stall.figures(join)
-    assert figures["step_ms"] == pytest.approx(100)
+    assert figures["step_ms"] == pytest.approx((2100 / 5 + 300) / 2)  # from 9.0 on; from 15.3 on
     assert figures["gap_ms"] == pytest.approx(2200)  # 13.0 to 15.2; what came later is another matter
     assert figures["ttft_ratio"] == pytest.approx(2)
 
 
 def test_tokens_that_come_in_one_read_are_no_step_apart() -> None:
     """Where steps are short, most tokens do, and the usual step would be none at all."""
-    stream = answer(text_at=[0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3])
+    stream = answer(text_at=[0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 0.6, 0.6, 0.8, 0.8])
     figures = prefill_stall.figures(
         prefill_stall.Join(
-            alone=answer(text_at=[1.0]), joining=answer(asked_at=0.15, text_at=[0.35]), streams=[stream]
+            alone=answer(text_at=[1.0]),
+            joining=answer(asked_at=0.15, text_at=[0.35], ended_at=0.5),
+            streams=[stream],
         )
     )
-    assert round(figures["step_ms"]) == 150  # the median of 100 and 200
-    assert round(figures["gap_ms"]) == 200
+    assert round(figures["step_ms"]) == 150  # 100 before, and 200 after
+    assert round(figures["gap_ms"]) == 300
 
 
 def test_a_long_prompt_that_no_stream_ran_beside_measures_nothing() -> None:
