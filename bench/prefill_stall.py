@@ -146,12 +146,12 @@ def figures(join: Join) -> Figures:
     firsts = [
         answer.text_at[0] for answer in join.streams if answer.text_at and answer.text_at[0] < joined_at
     ]
-    before = _gaps_ms(join.streams, max(firsts, default=joined_at), joined_at)
-    after = _gaps_ms(join.streams, join.joining.ended_at, math.inf)
-    during = _gaps_ms(join.streams, joined_at, first_at, reaching=True)
-    if not before or not during or not after:
+    before_ms = _mean_gap_ms(join.streams, max(firsts, default=joined_at), joined_at)
+    after_ms = _mean_gap_ms(join.streams, join.joining.ended_at, math.inf)
+    during_ms = list(_gaps_ms(join.streams, joined_at, first_at))
+    if not before_ms or not during_ms or not after_ms:
         raise RuntimeError("no stream ran when the long prompt came, or none after it")
-    step_ms, gap_ms = statistics.fmean(map(statistics.fmean, (before, after))), max(during)
+    step_ms, gap_ms = (before_ms + after_ms) / 2, max(during_ms)
     alone_ms, joining_ms = 1000 * join.alone.first_s, 1000 * join.joining.first_s
     return {
         "prompt_tokens": join.joining.n_prompt,
@@ -164,14 +164,19 @@ def figures(join: Join) -> Figures:
     }
 
 
-def _gaps_ms(streams: Sequence[Answer], begin: float, end: float, *, reaching: bool = False) -> list[float]:
-    """The gaps of all streams within this time, or reaching into it; none within what came in one read."""
-    gaps = [gap for answer in streams for gap in pairwise(dict.fromkeys(answer.text_at))]
-    if reaching:
-        found = [gap for gap in gaps if gap[0] < end and gap[1] > begin]
-    else:
-        found = [gap for gap in gaps if begin <= gap[0] and gap[1] <= end]
-    return [1000 * (later - earlier) for earlier, later in found]
+def _gaps_ms(streams: Sequence[Answer], begin: float, end: float) -> Iterator[float]:
+    """The gaps of all streams that lie in this time or reach into it; none within what came in one read."""
+    for answer in streams:
+        for earlier, later in pairwise(dict.fromkeys(answer.text_at)):
+            if earlier < end and later > begin:
+                yield 1000 * (later - earlier)
+
+
+def _mean_gap_ms(streams: Sequence[Answer], begin: float, end: float) -> float:
+    """Of the gaps within this time; what came in one read counts as many. 0 if there are none."""
+    within = [[at for at in answer.text_at if begin <= at <= end] for answer in streams]
+    n_gaps = sum(len(times) - 1 for times in within if times)
+    return 1000 * sum(times[-1] - times[0] for times in within if times) / n_gaps if n_gaps else 0.0
 
 
 def _rows(result: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

@@ -1,4 +1,4 @@
-"""A plan made real: cells in a llama.cpp context, one `llama_decode` a step, rows of logits.
+"""A plan made real: cells in a llama.cpp context, one `llama_decode`, rows of logits.
 
 Owns: the llama context and the batch. Thread: step thread only, after `create`.
 Called by: `loop.py`, and for the cells of a slot `slots.py`.

@@ -25,6 +25,8 @@ _SMOOTHING = 0.2
 _FIRST_GUESS_TOKENS = 32  # a slice before anything was measured
 _SMALLEST_SLICE = 2  # prompts move on, however slow a step is
 _CELLS_A_TOKEN = 1000  # a first guess: at this depth a token takes twice as long
+_TOLD_DEPTH = 1000  # of the tokens whose speed is told: the middle of a long prompt
+_CLOCK_S = 1e-6  # nothing takes less
 # Steps after which a measured cost is not believed any more: sequences are deeper now, or somebody else has
 # the machine. A count that was once too slow would otherwise never be tried again.
 _FRESH_STEPS = 500
@@ -51,7 +53,7 @@ class PromptCost(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """What a step may spend on prompts: tokens at most, and seconds; some tokens however long they take."""
+    """What a step may spend on prompts: tokens at most, and seconds; some tokens whatever they take."""
 
     n_tokens: int
     n_at_least: int = 0
@@ -71,7 +73,7 @@ class Allowance(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The smoothed time of a step's decoding part, and the number of the step that told it last."""
+    """The smoothed time of a call with so many sequences, and the number of the step that told it last."""
 
     seconds: float
     seen_at: int
@@ -88,8 +90,8 @@ class Budget:
         self._target_s = target_s
         self._chunk = chunk
         self._n_steps = 0
-        self._decode_s: list[_Cost | None] = [None] * (n_slots + 1)  # by sequences decoding
-        self._fastest_s = math.inf  # of one sequence
+        self._decode_s: list[_Cost | None] = [None] * (n_slots + 1)  # by sequences
+        self._fastest_s = math.inf  # the shortest call there ever was with one sequence
         self._prompts: PromptCost | None = None  # not measured yet
 
     def n_admissible(self, n_running: int, n_prompts: int) -> int:
@@ -109,8 +111,8 @@ class Budget:
 
     @property
     def prompt_tokens_per_second(self) -> float:
-        """How fast prompts are computed; 0 before anything was measured."""
-        return 1 / self._prompts.token_s if self._prompts else 0.0
+        """How fast a prompt of some 2,000 tokens is computed; 0 before anything was measured."""
+        return 1 / self._prompts.at(_TOLD_DEPTH) if self._prompts else 0.0
 
     def allowance(self, load: Load) -> Allowance:
         """What prompts may have of the next step, beside the sequences that decode."""
@@ -119,26 +121,40 @@ class Budget:
         if self._prompts is None:
             return Allowance(min(self._batch_size, _FIRST_GUESS_TOKENS))
         spare_s = self._allowed_s(load) - self._usual_s(load.n_decoding) - self._call_s
-        if self._target_s is None:
-            # Fewer tokens than take as long as their call would hold up everybody for next to nothing.
-            smallest = max(_SMALLEST_SLICE, int(self._call_s / self._prompts.token_s))
-        else:
-            smallest = min(2, load.n_prompts)  # one for the oldest prompt, and one for the shortest
-        return Allowance(self._batch_size, smallest, max(0.0, spare_s), self._prompts)
+        if self._target_s is not None:
+            # One for the oldest prompt, and one for the shortest.
+            return Allowance(self._batch_size, min(2, load.n_prompts), max(0.0, spare_s), self._prompts)
+        # Tokens that take less than their call would hold up everybody for next to nothing.
+        return Allowance(self._batch_size, _SMALLEST_SLICE, max(self._call_s, spare_s), self._prompts)
 
-    def observe_decoding(self, n_decoding: int, elapsed_s: float) -> None:
-        """Learn from the next tokens of so many sequences."""
+    def observe_decoding(self, n_sequences: int, elapsed_s: float) -> None:
+        """Learn from a call with one token of each of so many sequences."""
+        elapsed_s = max(elapsed_s, _CLOCK_S)
         self._n_steps += 1
-        if n_decoding == 1:
+        if n_sequences == 1:
             self._fastest_s = min(self._fastest_s, elapsed_s)
-        if self._is_measured(n_decoding):
-            usual_s = self._usual_s(n_decoding)
+        if self._is_measured(n_sequences):
+            usual_s = self._usual_s(n_sequences)
             elapsed_s = usual_s * (1 + _SMOOTHING * _surprise(elapsed_s, usual_s))
-        self._decode_s[n_decoding] = _Cost(elapsed_s, self._n_steps)
+        self._decode_s[n_sequences] = _Cost(elapsed_s, self._n_steps)
+
+    def observe_joined(self, n_decoding: int, n_tokens: int, n_cells: int, elapsed_s: float) -> None:
+        """Learn from single tokens of prompts in the call of so many that decode.
+
+        Where a target leaves no more to them, nothing else tells what prompts take.
+        """
+        self._learn_prompts(n_tokens, n_cells, elapsed_s - self._usual_s(n_decoding))
 
     def observe_prompts(self, n_tokens: int, n_cells: int, elapsed_s: float) -> None:
-        """Learn from tokens of prompts, which attended to `n_cells` together."""
-        elapsed_s = max(elapsed_s - self._call_s, elapsed_s / 2)
+        """Learn from a call with tokens of prompts, which attended to `n_cells` together."""
+        self._learn_prompts(n_tokens, n_cells, elapsed_s - self._call_s)
+
+    def _learn_prompts(self, n_tokens: int, n_cells: int, elapsed_s: float) -> None:
+        """From what the tokens took themselves.
+
+        A few say less of what one takes: most of their time is their call's.
+        """
+        elapsed_s = max(elapsed_s, _CLOCK_S)
         if self._prompts is None:
             token_s = elapsed_s / (n_tokens + n_cells / _CELLS_A_TOKEN)
             self._prompts = PromptCost(token_s, token_s / _CELLS_A_TOKEN)
@@ -146,7 +162,9 @@ class Budget:
         # Tokens and cells each answer for the part of a surprise that they were expected to take.
         token_s, cell_s = self._prompts
         tokens_s, cells_s = n_tokens * token_s, n_cells * cell_s
-        learned = _SMOOTHING * _surprise(elapsed_s, tokens_s + cells_s) / (tokens_s + cells_s)
+        expected_s = tokens_s + cells_s
+        weight = _SMOOTHING * expected_s / (expected_s + self._call_s)
+        learned = weight * _surprise(elapsed_s, expected_s) / expected_s
         self._prompts = PromptCost(token_s * (1 + learned * tokens_s), cell_s * (1 + learned * cells_s))
 
     def _allowed_s(self, load: Load) -> float:
@@ -196,5 +214,5 @@ class Budget:
 
 
 def _surprise(elapsed_s: float, expected_s: float) -> float:
-    """How much longer than expected something took, as a part of that."""
+    """How much longer than expected something took, as a part of that, within reason."""
     return min(elapsed_s / expected_s, _SURPRISE) - 1

@@ -89,7 +89,7 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
         type=int,
         default=512,
         metavar="TOKENS",
-        help="tokens in one step at most (default: %(default)s)",
+        help="tokens in one call of llama.cpp at most (default: %(default)s)",
     )
     engine.add_argument(
         "--batch-invariant",

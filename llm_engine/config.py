@@ -59,7 +59,7 @@ class EngineConfig:
     cache_type_v: str = "f16"
     mlock: bool = False
     mmap: bool = False  # map the model file instead of copying it into huge pages
-    batch_size: int = 512  # tokens in one step at most
+    batch_size: int = 512  # tokens in one call of llama.cpp at most
     batch_invariant: bool | None = None  # answers do not depend on what ran beside them; None: on a CPU
     cache_prompt: bool = True  # begin a prompt with what earlier ones had in common with it
     cache_ram_mib: int = 2048  # host memory for cells whose slot another request took; 0: none

@@ -1,8 +1,8 @@
 """The engine: load a model, submit requests, read their events.
 
 Owns: the step thread and the count of what is in flight. This is the only module where threads meet, in two
-places: `submit`, the handles and the disk put commands on the loop's queue; the step thread delivers all
-events of a step with one ring at the door of each event loop.
+places: `submit`, the handles and the disk put commands on the loop's queue; the step thread delivers the
+events of a call of llama.cpp with one ring at the door of each event loop.
 """
 
 import asyncio
@@ -283,7 +283,7 @@ class Engine:
                 loop.call_soon_threadsafe(on_change)
 
     def _deliver(self, events: list[Addressed]) -> None:
-        """Hand a step's events over. Thread: step thread."""
+        """Hand events over. Thread: step thread."""
         by_door: dict[Doorbell[Mail] | None, Mail] = {}
         for mailbox, event in events:
             assert isinstance(mailbox, Mailbox)

@@ -159,10 +159,13 @@ class Loop:
             events = []
 
     def _commit(self, plan: Plan, tokens: list[int | EngineError], elapsed_s: float) -> list[Addressed]:
-        if plan.n_decoding:
-            self._budget.observe_decoding(len(plan.slices), elapsed_s)
+        budget, prompts = self._budget, (plan.n_prompt_tokens, plan.n_prompt_cells)
+        if not plan.n_decoding:
+            budget.observe_prompts(*prompts, elapsed_s)
         else:
-            self._budget.observe_prompts(plan.n_prompt_tokens, plan.n_prompt_cells, elapsed_s)
+            if plan.n_prompt_tokens:
+                budget.observe_joined(plan.n_decoding, *prompts, elapsed_s)
+            budget.observe_decoding(len(plan.slices), elapsed_s)
         return self._scheduler.commit(plan, tokens, self._clock())
 
     def _fail(self, plan: Plan, error: Exception) -> list[Addressed]:

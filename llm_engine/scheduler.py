@@ -174,26 +174,19 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
         ready = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
-        shares = self._shares(ready, allowance)
+        if self._prompt_slice is None:
+            shares = _share(ready, allowance)
+        else:
+            shares = _share({s: min(n, self._prompt_slice) for s, n in ready.items()}, allowance)
         joining = _joining(shares, ready, decoding)
         first = Plan.of(decoding, [Slice.of(s, 1) for s in joining])
-        second = Plan.of([], self._rest(shares, ready, joining))
+        rest = {s: n for s, share in shares.items() if (n := share - (s in joining))}
+        if self._prompt_slice is not None:
+            left = {s: ready[s] - (s in joining) for s in rest}
+            rest = _in_company(rest, left, joining, allowance.n_tokens - sum(rest.values()))
+        second = Plan.of([], [Slice.of(s, n, n_before=int(s in joining)) for s, n in rest.items() if n])
         self._last = first if decoding and len(decoding) == len(active) else None
         return [plan for plan in (first, second) if plan.slices]
-
-    def _shares(self, ready: dict[Sequence, int], allowance: Allowance) -> dict[Sequence, int]:
-        if self._prompt_slice is not None:
-            ready = {s: min(n, self._prompt_slice) for s, n in ready.items()}
-        return _share(ready, allowance)
-
-    def _rest(
-        self, shares: dict[Sequence, int], ready: dict[Sequence, int], joining: set[Sequence]
-    ) -> list[Slice]:
-        """Slices of what prompts have beyond the token that joins those that decode."""
-        shares = {s: n for s, share in shares.items() if (n := share - (s in joining))}
-        if self._prompt_slice is not None:
-            shares = _in_company(shares, {s: ready[s] - (s in joining) for s in shares})
-        return [Slice.of(s, n, n_before=s in joining) for s, n in shares.items()]
 
     def commit(self, plan: Plan, tokens: Iterable[int | EngineError], now: float) -> list[Addressed]:
         """Take a computed plan: one token, or what went wrong with it, for each slice that samples."""
@@ -263,6 +256,8 @@ def _share(prompts: dict[Sequence, int], allowance: Allowance) -> dict[Sequence,
         n_tokens = allowance.n_at(shortest.n_computed)
         if n_tokens > 1:
             give(shortest, min(prompts[shortest], max(1, n_tokens // _SHORTEST_SHARE)))
+            # The oldest moves on, too, even if it is so deep that a token of it takes all the time left.
+            allowance = allowance._replace(n_at_least=max(1, allowance.n_at_least))
     for sequence, n_ready in prompts.items():
         give(sequence, min(allowance.n_at(sequence.n_computed), n_ready - shares[sequence]))
     return {sequence: share for sequence, share in shares.items() if share}
@@ -284,25 +279,32 @@ def _joining(
     return {s for s, n in shares.items() if s.slot in filled or (n == 1 and s.slot in beside)}
 
 
-def _in_company(shares: dict[Sequence, int], ready: dict[Sequence, int]) -> dict[Sequence, int]:
+def _in_company(
+    shares: dict[Sequence, int], ready: dict[Sequence, int], joining: set[Sequence], n_spare: int
+) -> dict[Sequence, int]:
     """These shares, changed where llama.cpp would compute a token of a long prompt by itself.
 
     It computes slots that follow each other together, as far as the shortest of their slices goes, and then
     what is left of the others. So of a slice one longer than both its neighbours a token is left alone, and
-    1 or 2 tokens left of a prompt might be: beside nobody, or beside one that has a single token.
+    so is the last token of a prompt; if possible not even two are left, of which one could go with a
+    neighbour's last. A slice gets smaller for that; if no smaller one fits it gets a token more, of the
+    `n_spare` that the batch has room for.
     """
     lengths: dict[int, int] = {}  # by slot
-    is_long = {s: s.n_computed + ready[s] > _ALIKE_UP_TO for s in shares}
+    is_long = {s: s.n_computed + ready[s] >= _ALIKE_UP_TO for s in shares}  # but for one that has joined
     for sequence in sorted(shares, key=lambda s: (is_long[s], s.slot)):
         share = shares[sequence]
         beside = [lengths.get(sequence.slot + step, 0) for step in (-1, 1)]
-        fit = (
+        longer = range(share + 1, min(ready[sequence], share + n_spare, max(share, 2) + 1) + 1)
+        fit = [
             n
-            for n in range(share, 1, -1)
-            if n - max(beside) != 1 and n + 1 not in beside and ready[sequence] - n not in (1, 2)
-        )
-        # Of very few tokens none may fit: it moves on all the same.
-        lengths[sequence.slot] = (
-            next(fit, min(ready[sequence], max(share, 2))) if is_long[sequence] else share
-        )
+            for n in (*range(share, 1, -1), *longer)
+            if n - max(beside) != 1 and n + 1 not in beside and ready[sequence] - n != 1
+        ]
+        fit.sort(key=lambda n: ready[sequence] - n == 2)
+        if is_long[sequence]:
+            # Of very few tokens none may fit: it moves on all the same, unless it has by its first one.
+            share = next(iter(fit), 0 if share == 1 and sequence in joining else share)
+        n_spare -= max(0, share - shares[sequence])
+        lengths[sequence.slot] = share
     return {sequence: lengths[sequence.slot] for sequence in shares}

@@ -129,6 +129,34 @@ def test_on_a_machine_where_every_call_takes_long_a_slice_is_worth_its_call() ->
     assert 40 <= n <= 80
 
 
+def test_a_deep_prompt_has_no_more_time_where_every_call_takes_long() -> None:
+    """A call of 8 ms, half a millisecond for a token, and 6.5 for one that is 2,000 deep."""
+    budget, call_s, cost = Budget(512, n_slots=8), 0.008, PromptCost(0.0005, 0.000003)
+    for depth in (*range(0, 2000, 100), *range(0, 2000, 100)):
+        budget.observe_decoding(1, call_s + cost.token_s)
+        budget.observe_prompts(100, 100 * depth, call_s + 100 * cost.at(depth))
+    assert n_tokens(budget, 1, 1, depth=2000) == 2
+
+
+def test_remainders_of_prompts_do_not_make_the_next_long_one_begin_small() -> None:
+    """As with conversations whose KV is there, on a GPU."""
+    budget, call_s, token_s = Budget(512, n_slots=8), 0.003, 0.00005
+    budget.observe_decoding(1, call_s + token_s)
+    budget.observe_prompts(512, 0, call_s + 512 * token_s)
+    for n in range(200):
+        budget.observe_prompts(5, 0, (call_s + 5 * token_s) * (1.1 if n % 2 else 0.9))
+    assert n_tokens(budget, 1, 1) > 30
+
+
+def test_a_clock_that_stands_still_ends_nothing() -> None:
+    budget = Budget(512, n_slots=8)
+    for _ in range(2):
+        budget.observe_prompts(3, 0, 0.0)
+        budget.observe_decoding(1, 0.0)
+        budget.observe_joined(1, 1, 10, 0.0)
+    assert n_tokens(budget, 1, 1) > 0
+
+
 def test_before_anything_was_measured_a_slice_is_small() -> None:
     assert 0 < n_tokens(Budget(512, 8), 0, 1) <= 64
 
@@ -214,6 +242,18 @@ def test_while_there_are_prompts_a_part_of_the_target_is_theirs() -> None:
     assert budget.n_admissible(4, 1) == 4
 
 
+def test_single_tokens_beside_those_that_decode_tell_what_prompts_take() -> None:
+    """With a house so full that a prompt has no more, a slow spell would never be forgotten."""
+    budget = aiming()
+    for _ in range(8):
+        budget.observe_prompts(10, 0, 40 * TOKEN_S)
+    assert n_tokens(budget, 4, 1) == 1
+    for _ in range(300):
+        budget.observe_decoding(4, 0.020)
+        budget.observe_joined(4, 1, 0, 0.020 + TOKEN_S)
+    assert n_tokens(budget, 4, 1) == 2
+
+
 def test_one_step_that_somebody_else_held_up_changes_little() -> None:
     budget = aiming()
     budget.observe_decoding(4, 20.0)
@@ -225,4 +265,7 @@ def test_one_step_that_somebody_else_held_up_changes_little() -> None:
 
 def test_it_tells_how_fast_prompts_are_computed_once_it_has_seen_one() -> None:
     assert Budget(512, n_slots=8).prompt_tokens_per_second == 0
-    assert abs(learned().prompt_tokens_per_second - 1 / TOKEN_S) < 0.1 / TOKEN_S
+    budget = learned()
+    for _ in range(6):
+        compute(budget, 2000, n_decoding=0)
+    assert abs(budget.prompt_tokens_per_second * prompts_s(1, 1000) - 1) < 0.1

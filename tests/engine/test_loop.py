@@ -5,9 +5,9 @@ import pytest
 from llm_engine.budget import Budget
 from llm_engine.diskcache import DiskCache
 from llm_engine.errors import BackendError
-from llm_engine.generation import Failed, Finished
+from llm_engine.generation import Delta, Failed, Finished
 from llm_engine.llama import Logits
-from llm_engine.loop import Cancel, Loop, Start
+from llm_engine.loop import Cancel, Loop, Start, StepStats
 from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Addressed, Plan, Scheduler
 from llm_engine.sequence import Sequence
@@ -24,6 +24,8 @@ class Turning:
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, list[object]]] = []
+        self.told: list[StepStats] = []  # what was known when events were delivered
+        self.now = 100.0
         self.backend = FakeBackend(forever, n_slots=4)
         self.compute = self.backend.run
         self.backend.run = self._run  # type: ignore[method-assign]
@@ -42,6 +44,7 @@ class Turning:
             Budget(64, 4, chunk=CHUNK),
             self._deliver,
             lambda: None,
+            clock=lambda: self.now,
         )
 
     def ask(self, key: str, n_prompt: int) -> None:
@@ -63,14 +66,12 @@ class Turning:
 
     def _run(self, plan: Plan) -> Logits:
         self.seen.append(("computes", [(part.sequence.key, part.n_tokens) for part in plan.slices]))
+        self.now += 0.010 if plan.n_decoding else 0.030
         return self.compute(plan)
 
     def _deliver(self, events: list[Addressed]) -> None:
-        self.seen.append(("delivers", [(key, type(event)) for key, event in events if _is_end(event)]))
-
-
-def _is_end(event: object) -> bool:
-    return isinstance(event, Finished | Failed)
+        self.seen.append(("delivers", [(key, type(event)) for key, event in events]))
+        self.told.append(self.loop.stats)
 
 
 @pytest.fixture
@@ -86,18 +87,19 @@ def turning() -> Turning:
 def test_tokens_leave_before_a_slice_of_a_prompt_is_computed(turning: Turning) -> None:
     assert turning.step() == [
         ("computes", [("stream", 1)]),
-        ("delivers", []),
+        ("delivers", [("stream", Delta)]),
         ("computes", [("long", CHUNK)]),
         ("delivers", []),
     ]
 
 
-def test_a_step_is_told_as_one_whatever_its_calls(turning: Turning) -> None:
+def test_how_things_stand_is_told_before_events_are_delivered(turning: Turning) -> None:
+    turning.told.clear()
     turning.step()
-    stats = turning.loop.stats
-    assert (stats.n_decoding, stats.kv_promised_tokens) == (1, 103 + 150)
-    assert stats.step_ms > 0
-    assert stats.tokens_per_second > 0
+    first, second = turning.told
+    assert (first.n_decoding, first.kv_promised_tokens, first.ended_at) == (1, 103 + 150, turning.now - 0.030)
+    assert second.ended_at == turning.now
+    assert second.step_ms == pytest.approx(first.step_ms + 0.1 * (40 - first.step_ms))
 
 
 def test_a_call_that_fails_ends_its_sequences_and_the_step(
@@ -120,13 +122,16 @@ def test_a_slice_that_fails_is_no_matter_to_those_that_decode(
     compute = turning.compute
     monkeypatch.setattr(turning, "compute", fail)
     assert turning.step()[-1] == ("delivers", [("long", Failed)])
-    assert turning.step() == [("computes", [("stream", 1)]), ("delivers", [])]
+    assert turning.step() == [("computes", [("stream", 1)]), ("delivers", [("stream", Delta)])]
 
 
 def test_a_cancel_takes_effect_at_the_next_slice(turning: Turning) -> None:
     turning.step()
     turning.loop.commands.put(Cancel("long"))
-    assert turning.step() == [("computes", [("stream", 1)]), ("delivers", [("long", Finished)])]
+    assert turning.step() == [
+        ("computes", [("stream", 1)]),
+        ("delivers", [("long", Finished), ("stream", Delta)]),
+    ]
 
 
 def test_with_nothing_to_compute_events_are_delivered_all_the_same(turning: Turning) -> None:

@@ -115,12 +115,23 @@ def test_beside_a_prompt_that_is_a_token_shorter(begin: Begin, alone: Alone) -> 
 
 
 def test_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) -> None:
-    """Two tokens are left after 5 x 54: one is computed with the other sequence's, and one by itself."""
+    """Two tokens would be left after 5 x 54."""
     steps = begin()
     steps.ask("stream", words(20, 3), max_tokens=100)
     steps.first_logits("stream")
     steps.ask("a", words(N_PROMPT + 1, 1))
     assert np.array_equal(steps.first_logits("a", 54), alone(N_PROMPT + 1, 1))
+
+
+@pytest.mark.parametrize("n_prompt_tokens", [1, 2, 3, 9])
+def test_in_a_hole_between_sequences_that_decode(begin: Begin, alone: Alone, n_prompt_tokens: int) -> None:
+    """A token of it fills the hole in their call; the rest, if there is any, has a call of its own."""
+    steps = begin()
+    for key, seed, n_out in (("left", 3, 500), ("hole", 4, 1), ("right", 5, 500)):
+        steps.ask(key, words(20, seed), max_tokens=n_out)
+    steps.first_logits("right")
+    steps.ask("a", words(N_PROMPT, 1))
+    assert np.array_equal(steps.first_logits("a", n_prompt_tokens), alone(N_PROMPT, 1))
 
 
 def test_asked_again_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_engine.budget import Allowance, Load
+from llm_engine.budget import Allowance, Load, PromptCost
 from llm_engine.diskcache import DiskCache
 from llm_engine.errors import BackendError
 from llm_engine.generation import Delta, Failed, Finished, StopReason
@@ -54,9 +54,11 @@ def compute(made: Scheduler, plans: list[Plan], token: int, now: float) -> list[
     return [event for plan in plans for event in made.commit(plan, [token] * len(plan.sampled), now)]
 
 
-def step(made: Scheduler, n_prompt_tokens: int) -> list[list[tuple[object, int]]]:
-    """What each call of the next step holds."""
-    return [shape(plan) for plan in made.plan(Allowance(n_prompt_tokens))]
+def step(made: Scheduler, allowance: Allowance | int) -> list[list[tuple[object, int]]]:
+    """What each call of the next step holds, of which prompts may have so many tokens."""
+    if isinstance(allowance, int):
+        allowance = Allowance(allowance)
+    return [shape(plan) for plan in made.plan(allowance)]
 
 
 def shape(plan: Plan) -> list[tuple[object, int]]:
@@ -141,6 +143,18 @@ def deep(made: Scheduler, *, n_computed: int = 300) -> None:
         made.commit(Plan.of([], [Slice.of(each, n_computed)]), [], now=2.0)
 
 
+def beside_streams(*, n_prompt: int, n_computed: int, slots: tuple[int, ...] = (0,)) -> Scheduler:
+    """A prompt of which so much is computed, beside sequences that decode in these slots of four."""
+    made = scheduler(*(sequence(str(slot), n_prompt=3) for slot in range(4)), prompt_slice=63)
+    turn(made, ord("x"))
+    for slot in {0, 1, 2, 3} - {*slots}:
+        made.cancel(str(slot), now=2.0)
+    made.enqueue(sequence("a", n_prompt=n_prompt))
+    made.admit(now=2.0, n_admissible=4)
+    made.commit(Plan.of([], [Slice.of(made.all_sequences()[-1], n_computed)]), [], now=2.0)
+    return made
+
+
 def test_a_prompt_never_has_one_token_left_nor_two() -> None:
     for n_left, n_tokens in ((63, 63), (64, 61), (65, 62), (66, 63)):
         made = scheduler(sequence("a", n_prompt=300 + n_left), prompt_slice=63)
@@ -156,18 +170,6 @@ def test_of_two_prompts_side_by_side_neither_has_a_token_more_than_the_other() -
     assert step(made, 35) == [[("a", 19), ("b", 16)]]
 
 
-def beside_streams(*, n_prompt: int, n_computed: int, slots: tuple[int, ...] = (0,)) -> Scheduler:
-    """A prompt of which so much is computed, beside sequences that decode in these slots of four."""
-    made = scheduler(*(sequence(str(slot), n_prompt=3) for slot in range(4)), prompt_slice=63)
-    turn(made, ord("x"))
-    for slot in {0, 1, 2, 3} - {*slots}:
-        made.cancel(str(slot), now=2.0)
-    made.enqueue(sequence("a", n_prompt=n_prompt))
-    made.admit(now=2.0, n_admissible=4)
-    made.commit(Plan.of([], [Slice.of(made.all_sequences()[-1], n_computed)]), [], now=2.0)
-    return made
-
-
 def test_a_single_token_is_computed_with_those_that_decode_and_more_by_themselves() -> None:
     made = beside_streams(n_prompt=320, n_computed=300)
     assert step(made, 1) == [[("0", 1), ("a", 1)]]
@@ -175,10 +177,11 @@ def test_a_single_token_is_computed_with_those_that_decode_and_more_by_themselve
     assert step(made, 4) == [[("0", 1)], [("a", 4)]]
 
 
-def test_a_single_token_of_a_long_prompt_without_a_neighbour_gets_another() -> None:
+def test_a_single_token_of_a_long_prompt_without_a_neighbour_gets_another_if_there_is_room() -> None:
     made = beside_streams(n_prompt=320, n_computed=300, slots=(0, 3))
     made.cancel("0", now=2.0)
-    assert step(made, 1) == [[("3", 1)], [("a", 2)]]
+    assert step(made, Allowance(100, 0, 1.0, PromptCost(1.0, 0.0))) == [[("3", 1)], [("a", 2)]]
+    assert step(made, 1) == [[("3", 1)], [("a", 1)]]
 
 
 def test_a_prompt_in_a_hole_between_those_that_decode_fills_it_with_a_token() -> None:
@@ -186,7 +189,8 @@ def test_a_prompt_in_a_hole_between_those_that_decode_fills_it_with_a_token() ->
         [("0", 1), ("a", 1), ("2", 1), ("3", 1)],
         [("a", 8)],
     ]
-    assert step(beside_streams(n_prompt=320, n_computed=300, slots=(0, 2, 3)), 2) == [
+    allowance = Allowance(100, 0, 2.0, PromptCost(1.0, 0.0))
+    assert step(beside_streams(n_prompt=320, n_computed=300, slots=(0, 2, 3)), allowance) == [
         [("0", 1), ("a", 1), ("2", 1), ("3", 1)],
         [("a", 2)],
     ]
@@ -216,7 +220,7 @@ def test_short_prompts_are_computed_as_they_come() -> None:
 def test_only_of_a_few_tokens_one_is_ever_computed_alone(
     asked: list[tuple[int, int]], pauses: list[int], allowances: list[int]
 ) -> None:
-    """Of four tokens or more there is always a number that fits."""
+    """Of five tokens or more there is always a number that fits."""
     prompts = [sequence(str(i), n_prompt=n, max_tokens=n_out) for i, (n, n_out) in enumerate(asked)]
     made = scheduler(*prompts, n_slots=5, prompt_slice=63)
     n_turns = 0
@@ -229,9 +233,43 @@ def test_only_of_a_few_tokens_one_is_ever_computed_alone(
         plans = made.plan(Allowance(allowances[n_turns % len(allowances)]))
         for plan in plans:
             taken = dict(shape(plan))
-            assert all(taken[key] <= 3 for key in alone(plan))
+            assert all(taken[key] <= 4 for key in alone(plan))
         compute(made, plans, ord("x"), now=2.0)
         n_turns += 1
+
+
+@given(
+    n_prompt=st.integers(258, 700), seconds=st.lists(st.integers(0, 80), min_size=1), decodes=st.booleans()
+)
+def test_of_a_prompt_beside_no_other_no_token_is_ever_computed_alone(
+    n_prompt: int, seconds: list[int], decodes: bool
+) -> None:
+    """Where time bounds its slices, and not `--prefill-chunk`."""
+    made = beside_streams(n_prompt=n_prompt, n_computed=0, slots=(2,) if decodes else ())
+    for n in range(700):
+        allowance = Allowance(64, 1, float(seconds[n % len(seconds)]), PromptCost(1.0, 0.0))
+        plans = made.plan(allowance)
+        assert not [key for plan in plans for key in alone(plan)]
+        assert all(plan.n_prompt_tokens <= 64 for plan in plans)
+        compute(made, plans, ord("x"), now=2.0)
+
+
+@given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6), n_tokens=st.integers(1, 130))
+def test_a_call_never_holds_more_than_the_batch(lengths: list[int], n_tokens: int) -> None:
+    made = scheduler(
+        *(sequence(str(i), n_prompt=n) for i, n in enumerate(lengths)), n_slots=6, prompt_slice=63
+    )
+    while any(each.n_pending > 1 for each in made.all_sequences()):
+        plans = made.plan(Allowance(n_tokens))
+        assert all(plan.n_prompt_tokens <= n_tokens for plan in plans)
+        compute(made, plans, ord("x"), now=2.0)
+
+
+def test_the_oldest_moves_on_however_deep_it_is() -> None:
+    made = scheduler(sequence("deep", n_prompt=7000), *(sequence(key, n_prompt=30) for key in "abc"))
+    made.commit(Plan.of([], [Slice.of(made.all_sequences()[0], 6500)]), [], now=2.0)
+    cost = PromptCost(0.0033, 0.0033e-3)  # 25 ms for a token of the deep one, of which there are 28
+    assert step(made, Allowance(512, 2, 0.028, cost))[0][0] == ("deep", 1)
 
 
 def test_sequences_beyond_the_slots_wait_and_join_when_one_leaves() -> None:
