@@ -29,7 +29,7 @@ class Capacity:
     step_age_s: float
     kv_promised_tokens: int
     tokens_per_second: float
-    prompt_tokens_per_second: float  # of prompts it computes; 0 before the first
+    prompt_tokens_per_second: float  # of a prompt of some 2,000; 0 before the first one
     n_sessions: int  # conversations whose KV is kept, running or not, in the context or in host memory
     kv_bytes: int  # of all KV that is kept
     kv_promised_bytes: int  # of the promised tokens

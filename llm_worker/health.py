@@ -107,7 +107,7 @@ def _measured(worker: WorkerSnapshot) -> Iterator[tuple[str, str, float]]:
     yield "kv_promised_bytes", "What those cells take.", capacity.kv_promised_bytes
     yield "kv_bytes", "KV kept, of running requests and of earlier ones.", capacity.kv_bytes
     yield "sessions", "Conversations whose KV is kept.", capacity.sessions
-    yield "prompt_tokens_per_second", "Prompt tokens computed per second.", capacity.prompt_tokens_per_second
+    yield "prompt_tokens_per_second", "Speed of a prompt of some 2,000.", capacity.prompt_tokens_per_second
     yield "generated_tokens_per_second", "Tokens generated per second.", capacity.tokens_per_second
     yield "known_ingresses", "Ingresses it serves or dials.", len(worker.rings)
     yield "attached_ingresses", "Ingresses that could grant it a lane.", worker.n_attached
