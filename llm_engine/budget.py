@@ -188,7 +188,7 @@ class Budget:
             cost = self._decode_s[n]
             if cost is not None and self._is_measured(n):
                 return self._joined_s(cost.seconds, n, n_decoding - n)
-        return n_decoding * self._token_s
+        return n_decoding * self._token_s()
 
     def _joined_s(self, usual_s: float, n: int, n_more: int, depth: int = 0) -> float:
         """The step of `n` sequences with `n_more` in it.
@@ -196,17 +196,15 @@ class Budget:
         Each of those costs about what a token of a prompt of that depth does, and no more than each of the
         others.
         """
-        token_s = self._prompts.at(depth) if self._prompts else 0.0
-        return usual_s + n_more * min(token_s, usual_s / n)
+        return usual_s + n_more * min(self._token_s(depth), usual_s / n)
 
-    @property
-    def _token_s(self) -> float:
-        return self._prompts.token_s if self._prompts else 0.0
+    def _token_s(self, depth: int = 0) -> float:
+        return self._prompts.at(depth) if self._prompts else 0.0
 
     @property
     def _call_s(self) -> float:
         """What `llama_decode` takes whatever is in it: a step of one sequence without its token."""
-        return max(0.0, self._fastest_s - self._token_s) if self._fastest_s < math.inf else 0.0
+        return max(0.0, self._fastest_s - self._token_s()) if self._fastest_s < math.inf else 0.0
 
     def _is_measured(self, n_decoding: int) -> bool:
         cost = self._decode_s[n_decoding]

@@ -174,10 +174,8 @@ class Scheduler:
         active = [s for s in self._running.values() if not s.paused]
         decoding = [Slice.of(s, 1) for s in active if s.is_decoding]
         ready = {s: n for s in active if not s.is_decoding and (n := self._slots.n_ready(s))}
-        if self._prompt_slice is None:
-            shares = _share(ready, allowance)
-        else:
-            shares = _share({s: min(n, self._prompt_slice) for s, n in ready.items()}, allowance)
+        n_most = self._prompt_slice or allowance.n_tokens
+        shares = _share({s: min(n, n_most) for s, n in ready.items()}, allowance)
         joining = _joining(shares, ready, decoding)
         first = Plan.of(decoding, [Slice.of(s, 1) for s in joining])
         rest = {s: n for s, share in shares.items() if (n := share - (s in joining))}
