@@ -25,8 +25,8 @@ from llm_engine.config import EngineConfig
 from llm_engine.engine import Engine
 from llm_engine.generation import Delta, GenerateRequest
 from llm_engine.loop import Loop
+from llm_engine.plan import Plan
 from llm_engine.sampling import SamplingParams
-from llm_engine.scheduler import Plan
 
 FREE, TARGET = "no target", "target"
 LONG_AT = 0.5  # of the time in which the others arrive

@@ -16,8 +16,8 @@ from llm_engine.errors import BackendError, ModelError
 from llm_engine.hostcache import KvState
 from llm_engine.model import Model
 from llm_engine.pages import Spare, state_buffer
+from llm_engine.plan import Plan
 from llm_engine.prefix import Trim
-from llm_engine.scheduler import Plan
 from llm_engine.slots import Cells, KvCost
 
 

@@ -17,8 +17,9 @@ from llm_engine.budget import Budget, Load
 from llm_engine.diskcache import Outcome
 from llm_engine.errors import BackendError, EngineClosed, EngineError
 from llm_engine.llama import Logits
+from llm_engine.plan import Plan
 from llm_engine.sampling import argmax_rows
-from llm_engine.scheduler import Addressed, Plan, Scheduler
+from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.sequence import Sequence
 from llm_engine.slots import Slots
 

@@ -17,8 +17,8 @@ import numpy as np
 from llm_engine.errors import BackendError
 from llm_engine.hostcache import KvState
 from llm_engine.llama import Logits
+from llm_engine.plan import Plan, Slice
 from llm_engine.prefix import Trim
-from llm_engine.scheduler import Plan, Slice
 from llm_engine.slots import KvCost
 
 WINDOW = 16  # tokens of the fake's sliding window

@@ -8,13 +8,12 @@ from llm_engine.errors import BackendError
 from llm_engine.generation import Delta, Failed, Finished
 from llm_engine.llama import Logits
 from llm_engine.loop import Cancel, Loop, Start, StepStats
-from llm_engine.sampling import Sampler, SamplingParams
-from llm_engine.scheduler import Addressed, Plan, Scheduler
-from llm_engine.sequence import Sequence
+from llm_engine.plan import Plan
+from llm_engine.scheduler import Addressed, Scheduler
 from llm_engine.slots import Slots
 from llm_engine.store import Store
-from llm_engine.text import TextAssembler
 from tests.engine.fake_backend import ByteVocabulary, FakeBackend, forever
+from tests.engine.scheduling import sequence
 
 CHUNK = 4
 
@@ -48,15 +47,7 @@ class Turning:
         )
 
     def ask(self, key: str, n_prompt: int) -> None:
-        sequence = Sequence(
-            key=key,
-            tokens=[*range(n_prompt)],
-            n_prompt=n_prompt,
-            max_tokens=100,
-            sampler=Sampler(SamplingParams(temperature=0), seed=0, choice=0, prompt=()),
-            text=TextAssembler(()),
-        )
-        self.loop.commands.put(Start(sequence))
+        self.loop.commands.put(Start(sequence(key, n_prompt=n_prompt, max_tokens=100)))
 
     def step(self) -> list[tuple[str, list[object]]]:
         """Take one; what happened in it."""

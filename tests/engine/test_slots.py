@@ -18,14 +18,13 @@ from llm_engine.errors import BackendError
 from llm_engine.generation import Finished
 from llm_engine.info import Tier
 from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Trim
-from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Scheduler
 from llm_engine.sequence import Sequence
 from llm_engine.slots import GENTLE_BYTES, KvCost, Slots
 from llm_engine.store import Store
-from llm_engine.text import TextAssembler
 from tests.engine.fake_backend import END, ByteVocabulary, FakeBackend
 from tests.engine.fake_disk import FakeDisk
+from tests.engine.scheduling import sequence
 
 MIB = 1 << 20
 KINDS = pytest.mark.parametrize("trim", list(Trim))
@@ -71,17 +70,10 @@ class World:
         )
         self.scheduler = Scheduler(self.slots, ByteVocabulary(), prompt_slice=None)
         self.ended: dict[str, Finished] = {}
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences = dict[str, Sequence]()
 
     def ask(self, key: str, prompt: list[int], *, resumed: Iterable[int] = (), max_tokens: int = 3) -> None:
-        self.sequences[key] = Sequence(
-            key=key,
-            tokens=[*prompt, *resumed],
-            n_prompt=len(prompt),
-            max_tokens=max_tokens,
-            sampler=Sampler(SamplingParams(temperature=0), seed=0, choice=0, prompt=()),
-            text=TextAssembler(()),
-        )
+        self.sequences[key] = sequence(key, prompt=prompt, resumed=resumed, max_tokens=max_tokens)
         self.scheduler.enqueue(self.sequences[key])
 
     def step(self, n_prompt_tokens: int = 64) -> bool:
@@ -622,17 +614,17 @@ def test_nothing_stale_is_used_and_everybody_ends_in_any_order_of_events(
         act(world, str(number), verb, details)
         assert world.host.n_bytes <= ram_bytes
         assert world.disk_cache.n_bytes <= disk_bytes
-    for sequence in world.scheduler.all_sequences():
-        sequence.paused = False
+    for each in world.scheduler.all_sequences():
+        each.paused = False
     world.run()
     assert world.host.n_bytes == sum(s.state.n_bytes for s in (*world.host.runs, *world.host.checkpoints))
     world.take_from_disk()
     assert {*world.disk.files} == {*world.disk_cache.runs, *world.disk_cache.checkpoints}
     assert world.disk_cache.n_bytes == sum(state.n_bytes for state in world.disk.files.values())
-    for sequence in world.sequences.values():
-        tokens = sequence.tokens
-        assert sequence.n_cached <= max(0, len(tokens) - N_COMPUTED_ANEW)
-        assert all(tokens[n] == next_token(tokens[:n]) for n in range(sequence.n_prompt, len(tokens)))
+    for each in world.sequences.values():
+        tokens = each.tokens
+        assert each.n_cached <= max(0, len(tokens) - N_COMPUTED_ANEW)
+        assert all(tokens[n] == next_token(tokens[:n]) for n in range(each.n_prompt, len(tokens)))
 
 
 def act(world: World, key: str, verb: str, details: list[Any]) -> None:

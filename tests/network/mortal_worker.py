@@ -17,7 +17,7 @@ from llm_engine.backend import LlamaBackend
 from llm_engine.engine import Engine
 from llm_engine.generation import Delta, Event, GenerateRequest, Generation, Listener, Prepared
 from llm_engine.llama import Logits
-from llm_engine.scheduler import Plan
+from llm_engine.plan import Plan
 from llm_worker import cli
 
 DEADLY = "the question that no engine survives"
