@@ -7,7 +7,7 @@ prompt that begins with the same tokens, if the run can be cut where they part:
     prompt   [ tokens in common ........ | its own ............. ]
               0                           n_common
 
-Pure. Called by: `slots.py`, `hostcache.py`.
+Pure. Called by: `slots.py`, `beginnings.py`, `hostcache.py`.
 """
 
 from collections.abc import Iterable

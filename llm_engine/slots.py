@@ -16,17 +16,18 @@ Owns: the slots and their runs. Acts on cells through `Cells`, at once. Called b
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
+from llm_engine.beginnings import Beginnings, Slot, Source, Wait, limit
 from llm_engine.diskcache import Stored
 from llm_engine.errors import BackendError
 from llm_engine.hostcache import KvState, Saved
 from llm_engine.info import Tier
-from llm_engine.prefix import N_COMPUTED_ANEW, WORTH_TOKENS, Run, Trim, count_common
+from llm_engine.prefix import WORTH_TOKENS, Run, Trim
 from llm_engine.sequence import Sequence
-from llm_engine.store import Recall, Store
+from llm_engine.store import Store
 
 # KV that is moved within one step beside running streams: some milliseconds.
 GENTLE_BYTES = 32 << 20
@@ -63,53 +64,6 @@ class Cells(Protocol):
         """Keep the first `n_tokens`."""
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One place in the context. Once `is_started`, its run is that of `holder`; before, an earlier one's."""
-
-    seq_id: int
-    run: Run
-    last_used: float = 0.0  # monotonic seconds
-    holder: Sequence | None = None
-    is_started: bool = False
-    waits_for: "Wait | Recall | None" = None
-    has_recalled: bool = False  # what the disk had for its holder
-    stops: set[int] = field(default_factory=set)  # lengths at which a slice has to end
-
-    @property
-    def n_computed(self) -> int:
-        """Of its holder's tokens."""
-        return self.run.n_cells if self.is_started else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Until `sequence` in `slot` has computed `n_tokens`."""
-
-    slot: Slot
-    sequence: Sequence
-    n_tokens: int
-
-    @property
-    def is_on(self) -> bool:
-        is_coming = self.slot.holder is self.sequence and not self.sequence.paused
-        return is_coming and self.slot.n_computed < self.n_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the first `n_tokens` of a prompt can be had from; with a checkpoint, if cutting takes one."""
-
-    place: Slot | Saved | Stored
-    n_tokens: int
-    checkpoint: Saved | Stored | None
-
-    @property
-    def on_disk(self) -> tuple[Stored, ...]:
-        """What of it has to be read first."""
-        return tuple(part for part in (self.place, self.checkpoint) if isinstance(part, Stored))
-
-
 class Slots:
     """The slots of one context. Unless it `reuses`, every sequence starts from nothing."""
 
@@ -129,6 +83,7 @@ class Slots:
         self._reuses = reuses
         self._ttl_s = ttl_s
         self._slots = [Slot(seq_id, Run()) for seq_id in range(n_slots)]
+        self._beginnings = Beginnings(self._slots, store, cells.trim, reuses=reuses)
         self._held: dict[Sequence, Slot] = {}  # in order of their claims
         self._n_moved_bytes = 0  # copied, saved or restored
 
@@ -158,7 +113,7 @@ class Slots:
 
     def claim(self, sequence: Sequence) -> None:
         """Give it a free slot; what lies there stays until it starts."""
-        slot = self._choose(self._find(sequence.tokens, None, on_disk=False))
+        slot = self._choose(self._beginnings.find(sequence.tokens, None, on_disk=False))
         slot.holder = sequence
         sequence.seq_id = slot.seq_id
         self._held[sequence] = slot
@@ -217,38 +172,10 @@ class Slots:
         beside = (slot.seq_id - 1, slot.seq_id + 1)
         return sum(self._slots[i].holder is not None for i in beside if 0 <= i < len(self._slots))
 
-    # -- finding the beginning of a prompt --
-
-    def _find(self, tokens: list[int], target: Slot | None, *, on_disk: bool) -> Source | None:
-        """The longest beginning of `tokens` to be had, for a sequence in `target` or yet in any free slot."""
-        checkpoints = self._checkpoints_of(tokens, on_disk=on_disk)
-        best: Source | None = None
-        for place in self._places(on_disk=on_disk):
-            in_place = place is target if target else isinstance(place, Slot) and place.holder is None
-            run = place.run if in_place else place.run.moved(self._cells.trim)
-            n_tokens = run.n_usable(_n_same(run, tokens), checkpoints)
-            more = WORTH_TOKENS if isinstance(place, Stored) else 1
-            least = best.n_tokens + more if best else 1 if in_place else WORTH_TOKENS
-            if n_tokens >= least:
-                checkpoint = checkpoints[n_tokens] if run.needs_checkpoint(n_tokens) else None
-                best = Source(place, n_tokens, checkpoint)
-        return best
-
-    def _places(self, *, on_disk: bool = True) -> list[Slot | Saved | Stored]:
-        return [*self._slots, *self.store.runs(on_disk=on_disk)] if self._reuses else []
-
-    def _checkpoints_of(self, tokens: list[int], *, on_disk: bool = True) -> dict[int, Saved | Stored]:
-        """Those taken after a beginning of `tokens`, by its length."""
-        return {
-            kept.run.n_cells: kept
-            for kept in self.store.checkpoints(on_disk=on_disk)
-            if _n_same(kept.run, tokens) == kept.run.n_cells
-        }
-
     # -- waiting --
 
     def _start_or_wait(self, slot: Slot, sequence: Sequence, now: float) -> None:
-        source = self._find(sequence.tokens, slot, on_disk=not slot.has_recalled)
+        source = self._beginnings.find(sequence.tokens, slot, on_disk=not slot.has_recalled)
         slot.waits_for = self._better_to_come(sequence, source.n_tokens if source else 0)
         if slot.waits_for is not None:
             return
@@ -265,15 +192,9 @@ class Slots:
 
         Only those who claimed earlier are waited for, so that nobody waits in a circle.
         """
-        if not self._reuses:
-            return None
-        best: Wait | None = None
-        for other, slot in takewhile(lambda held: held[0] is not sequence, self._held.items()):
-            n_tokens = count_common(other.tokens, sequence.tokens, _limit(sequence.tokens))
-            least = best.n_tokens + 1 if best else n_now + WORTH_TOKENS
-            if n_tokens >= least and n_tokens > slot.n_computed and not other.paused:
-                best = Wait(slot, other, n_tokens)
-        return best if best is None or self._cells.trim is Trim.ANYWHERE else _stopping(best)
+        earlier = takewhile(lambda slot: slot.holder is not sequence, self._held.values())
+        wait = self._beginnings.to_come(sequence.tokens, earlier, n_now)
+        return wait if wait is None or self._cells.trim is Trim.ANYWHERE else _stopping(wait)
 
     # -- starting --
 
@@ -343,17 +264,8 @@ class Slots:
     def _save_what_is_lost(self, slot: Slot, source: Source | None) -> None:
         """Keep the run in `slot`, unless most of it stays in use there or lies elsewhere too."""
         n_kept = source.n_tokens if source is not None and source.place is slot else 0
-        if slot.run.is_loss(n_kept) and not self._lies_elsewhere(slot):
+        if slot.run.is_loss(n_kept) and not self._beginnings.lies_elsewhere(slot):
             self._save(slot, slot.run.moved(self._cells.trim), checkpoint=False)
-
-    def _lies_elsewhere(self, slot: Slot) -> bool:
-        run, trim = slot.run, self._cells.trim
-        others = (place.run.moved(trim) for place in self._places() if place is not slot)
-        return any(
-            other.n_usable(count_common(other.tokens, run.tokens, min(run.n_cells, other.n_cells)))
-            == run.n_cells
-            for other in others
-        )
 
     def _checkpoints_to_take(self, tokens: list[int]) -> set[int]:
         """Where prompts that begin like this one are likely to part from it.
@@ -363,14 +275,13 @@ class Slots:
         """
         if not self.store.host.is_on or self._cells.trim is Trim.ANYWHERE:
             return set()
-        ends = [n for n in range(1, _limit(tokens) + 1) if self._is_end_of_turn(tokens[n - 1])]
-        n_shared = max((_n_same(place.run, tokens) for place in self._places()), default=0)
-        return {*ends[:1], *ends[-1:], n_shared}
+        ends = [n for n in range(1, limit(tokens) + 1) if self._is_end_of_turn(tokens[n - 1])]
+        return {*ends[:1], *ends[-1:], self._beginnings.longest_in_common(tokens)}
 
     def _take_checkpoint(self, slot: Slot) -> None:
         slot.stops.discard(slot.run.n_cells)
         run = slot.run.frozen()
-        if run.n_cells not in self._checkpoints_of(slot.run.tokens):
+        if run.n_cells not in self._beginnings.checkpoints_of(slot.run.tokens):
             self._save(slot, run, checkpoint=True)
 
     def _save(self, slot: Slot, run: Run, *, checkpoint: bool) -> None:
@@ -402,7 +313,7 @@ class Slots:
     def _put_away_of(self, slot: Slot) -> Saved | None:
         if not slot.run.is_loss(0):
             return None
-        if self._lies_elsewhere(slot):
+        if self._beginnings.lies_elsewhere(slot):
             self._empty(slot)  # of two that are equal only this one is left out
             return None
         return self._fetched(slot, slot.run.moved(self._cells.trim), checkpoint=False)
@@ -421,16 +332,6 @@ class Slots:
         self.store.expire(before)
         uses = [*self.store.uses, *(slot.last_used for slot in idle if slot.run.n_cells)]
         return min(uses, default=now) + self._ttl_s
-
-
-def _limit(tokens: list[int]) -> int:
-    """How much of a prompt may come from earlier cells."""
-    return len(tokens) - N_COMPUTED_ANEW
-
-
-def _n_same(run: Run, tokens: list[int]) -> int:
-    """How many of its cells hold a beginning of the prompt `tokens`."""
-    return count_common(run.tokens, tokens, min(run.n_cells, _limit(tokens)))
 
 
 def _stopping(wait: Wait) -> Wait:
