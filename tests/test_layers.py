@@ -47,6 +47,7 @@ FENCES = {
     "argparse": (
         "llm_engine/cli.py",
         "llm_ingress/cli.py",
+        "llm_ingress/flags.py",
         "llm_ingress/certs_cli.py",
         "llm_worker/cli.py",
         "llm_serve/cli.py",

@@ -32,20 +32,18 @@ from llm_engine.engine import Engine
 from llm_engine.errors import ConfigError as EngineConfigError
 from llm_engine.errors import EngineError
 from llm_engine.priority import yield_to_decode
-from llm_ingress.cli import (
-    add_history_flags,
-    add_public_flags,
-    drain_on_signals,
-    gateway_config,
-    open_conversations,
-    public_config,
-    reload_on_hangup,
-    serving_config,
-    set_up_logging,
-)
+from llm_ingress.cli import drain_on_signals, reload_on_hangup, set_up_logging
 from llm_ingress.conversations import Conversations
 from llm_ingress.draining import Drain
 from llm_ingress.errors import ConfigError
+from llm_ingress.flags import (
+    add_history_flags,
+    add_public_flags,
+    gateway_config,
+    open_conversations,
+    public_config,
+    serving_config,
+)
 from llm_ingress.gateway import Gateway, GatewayConfig
 from llm_ingress.public import Public, PublicConfig
 from llm_ingress.serving import Listener, ServingConfig, listen, serve
