@@ -37,7 +37,12 @@ FENCES = {
     "jinja2": ("llm_engine/chat.py",),
     "huggingface_hub": ("llm_engine/download.py",),
     "starlette": ("llm_ingress/public.py", "llm_serve/"),
-    "aiohttp": ("llm_ingress/control.py", "llm_worker/remote.py", "llm_worker/health.py"),
+    "aiohttp": (
+        "llm_ingress/control.py",
+        "llm_worker/connection.py",
+        "llm_worker/remote.py",
+        "llm_worker/health.py",
+    ),
     "hypercorn": (
         "llm_ingress/serving.py",
         "llm_ingress/express.py",

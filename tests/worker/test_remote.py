@@ -419,7 +419,9 @@ async def test_an_ingress_that_misbehaves_is_let_go_of_with_a_reason(
 async def test_the_silence_of_an_idle_ingress_counts_from_its_welcome(
     issued: Issued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_worker.remote.DIAL_S", 1.0)  # whose rhythm is slower than the timeout below
+    monkeypatch.setattr(
+        "llm_worker.connection.WELCOME_S", 1.0
+    )  # whose rhythm is slower than the timeout below
     gateway = Gateway(GatewayConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.2))
     async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (ring, worker):
         await until(lambda: n_heard(worker, "attached") == 1)
@@ -432,7 +434,7 @@ async def test_the_silence_of_an_idle_ingress_counts_from_its_welcome(
 async def test_an_ingress_that_never_welcomes_is_let_go_of(
     issued: Issued, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_worker.remote.DIAL_S", 0.2)
+    monkeypatch.setattr("llm_worker.connection.WELCOME_S", 0.2)
     async with scripted_ingress(issued, saying()) as port, dialled(port, issued.worker):
         assert "no WELCOME within 0.2 s" in await said(caplog)
 
@@ -440,7 +442,7 @@ async def test_an_ingress_that_never_welcomes_is_let_go_of(
 async def test_an_ingress_that_takes_nothing_does_not_fill_the_workers_memory(
     issued: Issued, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_worker.remote.MAX_UNSENT_BYTES", 1000)
+    monkeypatch.setattr("llm_worker.connection.MAX_UNSENT_BYTES", 1000)
     gateway = Gateway(GatewayConfig())
     async with controlled(gateway, issued) as control, dialled(control.port, issued.worker) as (ring, worker):
         await until(lambda: n_heard(worker, "attached") == 1)
