@@ -64,7 +64,7 @@ class TimedEngine:
             inflight=n_running,
             decoding=n_running,
             max_inflight=self.info.max_inflight,
-            available_slots=self.info.max_inflight - n_running,
+            n_admissible=self.info.max_inflight,
             step_ms=0.0,
             step_age_s=0.0,
             kv_promised_tokens=0,

@@ -105,7 +105,11 @@ class Budget:
             return max(1, n_running)  # nobody knows yet what one more would take
         limit_s = self._target_s * (1 - PROMPT_SHARE if n_prompts else 1.0)
         n = max(1, n_running)
-        while n < self._n_slots and self._usual_s(n + 1) <= limit_s:
+        n_known = self._nearest_measured(n)
+        while n < self._n_slots:
+            n_known = n + 1 if self._is_measured(n + 1) else n_known
+            if self._guessed_s(n + 1, n_known) > limit_s:
+                break
             n += 1
         return n
 
@@ -184,11 +188,18 @@ class Budget:
 
         One not yet measured is guessed from the nearest smaller.
         """
-        for n in range(n_decoding, 0, -1):
-            cost = self._decode_s[n]
-            if cost is not None and self._is_measured(n):
-                return self._joined_s(cost.seconds, n, n_decoding - n)
-        return n_decoding * self._token_s()
+        return self._guessed_s(n_decoding, self._nearest_measured(n_decoding))
+
+    def _nearest_measured(self, n_decoding: int) -> int:
+        """So many sequences or fewer; 0 if none is."""
+        return next((n for n in range(n_decoding, 0, -1) if self._is_measured(n)), 0)
+
+    def _guessed_s(self, n_decoding: int, n_known: int) -> float:
+        """The usual step of so many, from what is known of `n_known`; of 0 nothing is."""
+        cost = self._decode_s[n_known]
+        if cost is None:
+            return n_decoding * self._token_s()
+        return self._joined_s(cost.seconds, n_known, n_decoding - n_known)
 
     def _joined_s(self, usual_s: float, n: int, n_more: int, depth: int = 0) -> float:
         """The step of `n` sequences with `n_more` in it.

@@ -129,6 +129,8 @@ class Engine:
             if (n_at_least := model.n_tokens_at_least(segments)) > self.info.n_ctx:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
             prompt = model.tokenize(segments)
+            if not all(0 <= token < model.n_vocab for token in request.resumed):
+                raise RequestError("resumed holds a token that this model does not have")
         room = self.info.n_ctx - len(prompt)
         if room < max(1, len(request.resumed)):
             raise PromptTooLong(len(prompt) + len(request.resumed), self.info.n_ctx)
@@ -143,6 +145,8 @@ class Engine:
         Raises: EngineBusy with the waiting list full, EngineClosed, and what `prepare` raises.
         """
         prepared = request if isinstance(request, Prepared) else self.prepare(request)
+        if not prepared.prompt:
+            raise RequestError("the prompt is empty: nothing is computed that an answer could follow from")
         mailbox = Mailbox(self._doorbell(), on_event)
         sequence = _sequence(mailbox, prepared)
         with self._count:
@@ -163,12 +167,11 @@ class Engine:
         """How busy the engine is now."""
         stats, inflight = self._loop.stats, self._n_inflight
         running, kept = self._slots.running, self.kept()
-        n_admissible = 0 if self._closed else min(self.info.max_inflight, stats.n_admissible)
         return Capacity(
             inflight=inflight,
             decoding=stats.n_decoding,
             max_inflight=self.info.max_inflight,
-            available_slots=max(0, n_admissible - inflight),
+            n_admissible=0 if self._closed else stats.n_admissible,
             step_ms=stats.step_ms,
             step_age_s=time.monotonic() - stats.ended_at if stats.ended_at else 0.0,
             kv_promised_tokens=stats.kv_promised_tokens,
@@ -349,7 +352,10 @@ def fitted(config: EngineConfig, footprint: Footprint, free_bytes: int) -> Engin
 
 
 def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -> EngineInfo:
-    settings = (n_ctx, config.flash_attn, config.cache_type_k, config.cache_type_v, config.prompt_slice)
+    settings = (
+        *(n_ctx, config.flash_attn, config.cache_type_k, config.cache_type_v, config.prompt_slice),
+        config.n_gpu_layers != 0,
+    )
     return EngineInfo(
         name=file.name,
         aliases=file.aliases,

@@ -24,7 +24,7 @@ class Capacity:
     inflight: int  # accepted and still running, waiting ones included
     decoding: int  # in the current batch
     max_inflight: int
-    available_slots: int
+    n_admissible: int  # that may be in the engine now: fewer than `max_inflight` where a target is set
     step_ms: float
     step_age_s: float
     kv_promised_tokens: int
@@ -33,6 +33,10 @@ class Capacity:
     n_sessions: int  # conversations whose KV is kept, running or not, in the context or in host memory
     kv_bytes: int  # of all KV that is kept
     kv_promised_bytes: int  # of the promised tokens
+
+    @property
+    def available_slots(self) -> int:
+        return max(0, self.n_admissible - self.inflight)
 
 
 @dataclass(frozen=True, slots=True)

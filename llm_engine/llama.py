@@ -208,6 +208,12 @@ def init_context(model: ModelPointer, wanted: ContextParams) -> ContextPointer |
         return c.llama_init_from_model(model, params)  # type: ignore[no-any-return]
 
 
+def build() -> str:
+    """Which ggml the library was built from: it need not be that of the package. Source: ggml_commit."""
+    commit: bytes = _ggml_commit()
+    return commit.decode("utf-8", "replace")
+
+
 def has_gpu() -> bool:
     """Whether this build of the library found a device to put layers on."""
     return bool(c.llama_supports_gpu_offload())
@@ -215,6 +221,10 @@ def has_gpu() -> bool:
 
 def free_context(context: ContextPointer) -> None:
     c.llama_free(context)
+
+
+_ggml_commit = c._lib.ggml_commit
+_ggml_commit.argtypes, _ggml_commit.restype = [], ctypes.c_char_p
 
 
 # --- short calls, bound without giving up the GIL ----------------------------------------------------------

@@ -96,6 +96,7 @@ class Loop:
         self._closing = False
         self._keeps_sessions = False
         self._expires_at: float | None = clock()  # when something kept may have outlived its time
+        self._events: list[Addressed] = []  # not yet delivered
         self.stats = self._idle_stats()
 
     def run(self) -> None:
@@ -107,12 +108,11 @@ class Loop:
     def end(self) -> None:
         """Answer everyone who still waits, in the queue of commands too, and free the context."""
         keeps_sessions = self._keeps_sessions  # not if a fault came first: nobody knows what cells hold then
-        events: list[Addressed] = []
         while not self.commands.empty():
-            events += self._apply(self.commands.get_nowait())
+            self._apply(self.commands.get_nowait())
         ended = EngineClosed("the engine has ended")
-        events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
-        self._deliver(events)
+        self._events += self._scheduler.fail(self._scheduler.all_sequences(), ended)
+        self._deliver_events()
         if keeps_sessions:
             self._put_away(self._clock() + PUT_AWAY_S)
         self._backend.close()
@@ -122,44 +122,45 @@ class Loop:
 
         Whether anything was computed. What a call of `llama_decode` gives is delivered before the next.
         """
-        events = self._drain_commands()
+        self._drain_commands()
         self._expire()
         steady = self._scheduler.steady
         if steady is not None:
             plans = [steady]
         else:
-            events += self._scheduler.admit(self._clock(), self._n_admissible(self._scheduler.load()))
+            n_admissible = self._n_admissible(self._scheduler.load())
+            self._events += self._scheduler.admit(self._clock(), n_admissible)
             plans = self._scheduler.plan(self._budget.allowance(self._scheduler.load()))
         if plans:
-            self._compute(plans, events)
+            self._compute(plans)
             return True
         if not self._closing:
             self._set_stats(self._idle_stats())
-        if events:
-            self._deliver(events)
+        self._deliver_events()
         return False
 
-    def _compute(self, plans: list[Plan], events: list[Addressed]) -> None:
-        """Compute a step's plans, and deliver `events` with those of the first.
-
-        One that fails ends the step, since the next may go on from it.
-        """
+    def _compute(self, plans: list[Plan]) -> None:
+        """Compute a step's plans. One that fails ends the step, since the next may go on from it."""
         began, since = self._clock(), self.stats.ended_at
         for plan in plans:
             started = self._clock()
             try:
                 tokens = _sample(plan, self._backend.run(plan))
             except Exception as error:
-                self._deliver(events + self._fail(plan, error))
+                self._fail(plan, error)
                 return
-            events += self._commit(plan, tokens, self._clock() - started)
+            self._commit(plan, tokens, self._clock() - started)
             self._publish()
             if plan is plans[-1]:
                 self._measure(began, began if since is None else since, plans)
-            self._deliver(events)
-            events = []
+            self._deliver_events()
 
-    def _commit(self, plan: Plan, tokens: list[int | EngineError], elapsed_s: float) -> list[Addressed]:
+    def _deliver_events(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._deliver(events)
+
+    def _commit(self, plan: Plan, tokens: list[int | EngineError], elapsed_s: float) -> None:
         budget, prompts = self._budget, (plan.n_prompt_tokens, plan.n_prompt_cells)
         if not plan.n_decoding:
             budget.observe_prompts(*prompts, elapsed_s)
@@ -167,12 +168,13 @@ class Loop:
             if plan.n_prompt_tokens:
                 budget.observe_joined(plan.n_decoding, *prompts, elapsed_s)
             budget.observe_decoding(len(plan.slices), elapsed_s)
-        return self._scheduler.commit(plan, tokens, self._clock())
+        self._events += self._scheduler.commit(plan, tokens, self._clock())
 
-    def _fail(self, plan: Plan, error: Exception) -> list[Addressed]:
+    def _fail(self, plan: Plan, error: Exception) -> None:
         logger.error("a step of %d sequences failed", len(plan.slices), exc_info=error)
         failure = error if isinstance(error, EngineError) else BackendError("the step failed")
-        return self._scheduler.fail((part.sequence for part in plan.slices), failure)
+        self._events += self._scheduler.fail((part.sequence for part in plan.slices), failure)
+        self._deliver_events()
 
     def _sleep(self) -> None:
         """Until there is a command, or something that is kept has outlived its time."""
@@ -181,7 +183,8 @@ class Loop:
             command = self.commands.get(timeout=timeout_s)
             # A first step that never ends is told by its age, as any other.
             self.stats = self.stats._replace(ended_at=self._clock())
-            self._deliver(self._apply(command))
+            self._apply(command)
+            self._deliver_events()
 
     def _expire(self) -> None:
         now = self._clock()
@@ -202,18 +205,16 @@ class Loop:
             with suppress(queue.Empty):
                 self._apply(self.commands.get(timeout=left_s))
 
-    def _drain_commands(self) -> list[Addressed]:
-        events: list[Addressed] = []
+    def _drain_commands(self) -> None:
         for _ in range(min(COMMANDS_PER_STEP, self.commands.qsize())):  # this thread alone takes from it
-            events += self._apply(self.commands.get_nowait())
-        return events
+            self._apply(self.commands.get_nowait())
 
-    def _apply(self, command: Command) -> list[Addressed]:
+    def _apply(self, command: Command) -> None:
         match command:
             case Start(sequence):
                 self._scheduler.enqueue(sequence)
             case Cancel(key):
-                return self._scheduler.cancel(key, self._clock())
+                self._events += self._scheduler.cancel(key, self._clock())
             case SetPaused(key, paused):
                 self._scheduler.set_paused(key, paused)
             case Disk(outcome):
@@ -221,7 +222,6 @@ class Loop:
             case Close(keep_sessions):
                 self._closing = True
                 self._keeps_sessions = keep_sessions
-        return []
 
     def _n_admissible(self, load: Load) -> int:
         return self._budget.n_admissible(self._scheduler.n_running, load.n_prompts)

@@ -127,7 +127,7 @@ def fingerprint(parts: Sequence[Path], *settings: object) -> str:
             for i in range(_DIGEST_SAMPLES):
                 file.seek(i * max(0, size - _DIGEST_SAMPLE_BYTES) // (_DIGEST_SAMPLES - 1))
                 digest.update(file.read(_DIGEST_SAMPLE_BYTES))
-    digest.update(repr((version("llama-cpp-python"), settings)).encode())
+    digest.update(repr((version("llama-cpp-python"), llama.build(), settings)).encode())
     return digest.hexdigest()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol, TypeAlias
 
 from llm_engine.budget import Allowance, Load
-from llm_engine.errors import EngineError
+from llm_engine.errors import BackendError, EngineError
 from llm_engine.generation import Delta, Event, Failed, StopReason
 from llm_engine.plan import Plan, step_plans
 from llm_engine.sequence import Sequence
@@ -139,7 +139,10 @@ class Scheduler:
     def _accept(self, sequence: Sequence, token: int, now: float) -> list[Addressed]:
         if not sequence.is_decoding:
             sequence.first_token_at = now
-        text = sequence.accept(token, self._piece(token))
+        try:
+            text = self._text_of(sequence, token)
+        except EngineError as error:
+            return self.fail([sequence], error)
         delta: Addressed = (sequence.key, Delta(text, (token,)))
         return [delta, *self._end_if_over(sequence, now)]
 
@@ -147,9 +150,19 @@ class Scheduler:
         """Replay tokens delivered by an earlier attempt: state is rebuilt, nothing is sent again."""
         replayed = sequence.tokens[sequence.n_prompt :]
         del sequence.tokens[sequence.n_prompt :]
-        for token in replayed:
-            sequence.accept(token, self._piece(token))
+        try:
+            for token in replayed:
+                self._text_of(sequence, token)
+        except EngineError as error:
+            return self.fail([sequence], error)
         return self._end_if_over(sequence, now)
+
+    def _text_of(self, sequence: Sequence, token: int) -> str:
+        """The text that may leave with its next token. Raises: BackendError, by which it fails alone."""
+        try:
+            return sequence.accept(token, self._piece(token))
+        except Exception as error:
+            raise BackendError(f"token {token} could not be taken") from error
 
     def _piece(self, token: int) -> bytes | None:
         return None if self._vocabulary.is_end_of_generation(token) else self._vocabulary.piece(token)

@@ -7,7 +7,8 @@ that instead, and takes a copy. So a prefix is computed once, however many ask f
 Which slot: the one with most neighbours in use, because llama.cpp splits a batch wherever its sequence
 numbers have a hole, in every step, while cells are moved once, a thousand times faster than they are
 computed. Among equals: the slot in which the prompt's beginning lies, if little else is lost with it; else
-one that holds nothing worth keeping; else the least recently used, whose cells go to host memory first.
+one that holds nothing worth keeping; else the least recently used, whose cells go to host memory first. Where
+none is set apart for that, no slot is taken that holds something, as long as there is another.
 
 What lies on disk is read back into host memory first, elsewhere than here; the sequence waits for that. What
 nobody used for `ttl_s` is dropped, wherever it lies.
@@ -161,10 +162,13 @@ class Slots:
 
     def _choose(self, source: Source | None) -> Slot:
         free = [slot for slot in self._slots if slot.holder is None]
+        if not self.store.host.is_on:  # what gives way is gone
+            harmless = [slot for slot in free if not _loses(slot, source)]
+            free = harmless or [min(free, key=lambda slot: slot.last_used)]
         most = max(map(self._n_neighbours, free))
         fit = [slot for slot in free if self._n_neighbours(slot) == most]
         for slot in fit:
-            if source is not None and slot is source.place and not slot.run.is_loss(source.n_tokens):
+            if source is not None and slot is source.place and not _loses(slot, source):
                 return slot
         return min(fit, key=lambda slot: (slot.run.is_loss(0), slot.last_used, slot.seq_id))
 
@@ -263,8 +267,7 @@ class Slots:
 
     def _save_what_is_lost(self, slot: Slot, source: Source | None) -> None:
         """Keep the run in `slot`, unless most of it stays in use there or lies elsewhere too."""
-        n_kept = source.n_tokens if source is not None and source.place is slot else 0
-        if slot.run.is_loss(n_kept) and not self._beginnings.lies_elsewhere(slot):
+        if _loses(slot, source) and not self._beginnings.lies_elsewhere(slot):
             self._save(slot, slot.run.moved(self._cells.trim), checkpoint=False)
 
     def _checkpoints_to_take(self, tokens: list[int]) -> set[int]:
@@ -332,6 +335,11 @@ class Slots:
         self.store.expire(before)
         uses = [*self.store.uses, *(slot.last_used for slot in idle if slot.run.n_cells)]
         return min(uses, default=now) + self._ttl_s
+
+
+def _loses(slot: Slot, source: Source | None) -> bool:
+    """Whether something of use gives way, in `slot`, to a sequence that begins with `source`."""
+    return slot.run.is_loss(source.n_tokens if source is not None and source.place is slot else 0)
 
 
 def _stopping(wait: Wait) -> Wait:

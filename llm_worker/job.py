@@ -204,7 +204,12 @@ class Job:
                 assert_never(event)
 
     def _fail_in_engine(self, failed: Failed) -> None:
-        logger.warning("lane %d failed in the engine: %s", self.ref.lane_id, failed.error)
+        logger.warning(
+            "lane %d failed in the engine: %s",
+            self.ref.lane_id,
+            failed.error,
+            exc_info=failed.error.__cause__,
+        )
         self.fail("the engine failed", retryable=True)
 
     def _finish(self, finished: Finished, answer: Answer) -> None:

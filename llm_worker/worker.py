@@ -305,14 +305,8 @@ class Worker:
         if self._is_draining or self._engine_refused or self._engine_stands:
             return 0
         capacity = self._engine.capacity()
-        n_leaving = max(0, capacity.inflight - (len(self._jobs) - len(self._preparing)))
-        return max(
-            0,
-            min(
-                capacity.max_inflight - len(self._jobs) - len(self._stuck),
-                capacity.available_slots + n_leaving - len(self._preparing),
-            ),
-        )
+        n_places = min(capacity.max_inflight - len(self._stuck), capacity.n_admissible)
+        return max(0, n_places - len(self._jobs))
 
     def _offer(self) -> None:
         """Tell each ring what it is offered, where that is not what it believes, and soon the heartbeat."""

@@ -148,12 +148,11 @@ class FakeEngine:
         return generation
 
     def capacity(self) -> Capacity:
-        n_free = max(0, self.info.max_inflight - len(self.running) - self.n_withheld)
         return Capacity(
             inflight=len(self.running),
             decoding=len(self.running),
             max_inflight=self.info.max_inflight,
-            available_slots=0 if self.is_closed else n_free,
+            n_admissible=0 if self.is_closed else self.info.max_inflight - self.n_withheld,
             step_ms=1.0,
             step_age_s=self.step_age_s,
             kv_promised_tokens=sum(generation.prepared.max_tokens for generation in self.running),

@@ -179,6 +179,7 @@ class ByteVocabulary:
 
     path = Path("fake.gguf")
     n_params = 1
+    n_vocab = N_VOCAB
     n_ctx_train = 4096
 
     def piece(self, token: int) -> bytes:

@@ -24,7 +24,7 @@ from llm_engine.errors import (
     RequestError,
     TemplateRefused,
 )
-from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
+from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, Prepared, StopReason
 from llm_engine.info import EngineInfo, Kept, Tier
 from llm_engine.prefix import N_COMPUTED_ANEW
 from llm_engine.sampling import SamplingParams
@@ -380,6 +380,17 @@ def test_a_continuation_that_does_not_fit_is_refused_and_its_neighbour_goes_on()
         # Up to the last cell it does.
         *_, last = engine.submit(ask("0123456789", resumed=tuple(b"x" * 53)))
         assert isinstance(last, Finished)
+
+
+@pytest.mark.parametrize("token", [-1, END + 1])
+def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
+    with running(echo) as (engine, _), pytest.raises(RequestError, match="resumed holds a token"):
+        engine.prepare(ask("a word", resumed=(ord("a"), token)))
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with running(echo) as (engine, _), pytest.raises(RequestError, match="the prompt is empty"):
+        engine.submit(Prepared(request=ask(""), prompt=(), max_tokens=1))
 
 
 # --- kept sessions ------------------------------------------------------------------------------------------

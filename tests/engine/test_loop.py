@@ -80,14 +80,13 @@ def test_tokens_leave_before_a_slice_of_a_prompt_is_computed(turning: Turning) -
         ("computes", [("stream", 1)]),
         ("delivers", [("stream", Delta)]),
         ("computes", [("long", CHUNK)]),
-        ("delivers", []),
     ]
 
 
 def test_how_things_stand_is_told_before_events_are_delivered(turning: Turning) -> None:
     turning.told.clear()
     turning.step()
-    first, second = turning.told
+    (first,), second = turning.told, turning.loop.stats
     assert (first.n_decoding, first.kv_promised_tokens, first.ended_at) == (1, 103 + 150, turning.now - 0.030)
     assert second.ended_at == turning.now
     assert second.step_ms == pytest.approx(first.step_ms + 0.1 * (40 - first.step_ms))
@@ -123,6 +122,19 @@ def test_a_cancel_takes_effect_at_the_next_slice(turning: Turning) -> None:
         ("computes", [("stream", 1)]),
         ("delivers", [("long", Finished), ("stream", Delta)]),
     ]
+
+
+def test_what_was_cancelled_before_the_loop_failed_hears_of_its_end(
+    turning: Turning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turning.step()
+    turning.loop.commands.put(Cancel("long"))
+    monkeypatch.setattr(Budget, "allowance", None)
+    with pytest.raises(TypeError):
+        turning.step()
+    turning.seen.clear()
+    turning.loop.end()
+    assert turning.seen == [("delivers", [("long", Finished), ("stream", Failed)])]
 
 
 def test_with_nothing_to_compute_events_are_delivered_all_the_same(turning: Turning) -> None:

@@ -1,5 +1,8 @@
 """The scheduler's laws, driven synchronously."""
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +106,29 @@ def test_a_continuation_that_was_complete_ends_at_once() -> None:
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.n_completion) == (StopReason.LENGTH, 5)
     assert not made.all_sequences()
+
+
+def test_a_continuation_that_goes_on_behind_its_end_fails_alone() -> None:
+    made = empty(2)
+    made.enqueue(sequence("neighbour"))
+    made.enqueue(sequence("a", resumed=b"hello world", max_tokens=20, stop=("lo",)))
+    ((key, failed),) = made.admit(now=1.0, n_admissible=2)
+    assert (key, type(failed)) == ("a", Failed)
+    assert turn(made, ord("x")) == [("neighbour", Delta("x", (ord("x"),)))]
+    assert made.kv_promised_tokens == 3 + 8
+
+
+def test_a_token_that_cannot_be_taken_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_piece: bytes) -> str:
+        raise ZeroDivisionError
+
+    first = sequence("a")
+    made = scheduler(first, sequence("b"))
+    monkeypatch.setattr(first, "text", SimpleNamespace(feed=broken))
+    (_, failed), delta = turn(made, ord("x"))
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error.__cause__, ZeroDivisionError)
+    assert delta == ("b", Delta("x", (ord("x"),)))
 
 
 def test_no_more_run_than_are_admissible_and_the_rest_wait_for_their_turn() -> None:

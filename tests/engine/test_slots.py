@@ -235,6 +235,32 @@ def test_an_answer_asked_for_again_is_computed_from_the_end_of_its_prompt(trim: 
     assert said(world, "again") == said(world, "first")
 
 
+@pytest.mark.parametrize("ram_bytes", [0, MIB])
+def test_what_was_computed_outlives_others_as_long_as_a_slot_is_empty(ram_bytes: int) -> None:
+    world = World(ram_bytes=ram_bytes)
+    world.ask("stream", [*range(3)], max_tokens=500)
+    world.step()
+    for key, start in (("x", 1000), ("y", 2000), ("z", 3000)):
+        world.ask(key, [*range(start, start + 100)])
+        while key not in world.ended:
+            world.step()
+    for key in "xyz":
+        world.ask(f"{key} again", world.sequences[key].tokens)
+        while f"{key} again" not in world.ended:
+            world.step()
+        assert world.ended[f"{key} again"].n_cached >= 100
+
+
+def test_without_host_memory_what_was_unused_for_longest_gives_way() -> None:
+    world = World(n_slots=2, ram_bytes=0)
+    for key, start in (("x", 1000), ("y", 2000), ("z", 3000)):
+        world.ask(key, [*range(start, start + 100)])
+        world.run()
+    world.ask("y again", world.sequences["y"].tokens)
+    world.run()
+    assert world.ended["y again"].n_cached >= 100
+
+
 def test_a_long_run_is_not_cut_for_a_prompt_that_shares_a_part_of_it() -> None:
     world = World()
     system = words(1, 100)

@@ -61,6 +61,14 @@ def test_a_part_that_is_cut_is_refused_with_llama_cpps_reason(parts: list[Path])
         answer(parts[0])
 
 
+def test_another_build_of_the_library_makes_it_another_model(
+    parts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_it_is = fingerprint(parts)
+    monkeypatch.setattr("llm_engine.llama.build", lambda: "0123abc")
+    assert fingerprint(parts) != as_it_is
+
+
 def test_weights_of_any_part_make_it_another_model(parts: list[Path]) -> None:
     seen = set()
     for part in parts:

@@ -209,6 +209,22 @@ async def test_a_cancelled_lanes_place_is_free_before_the_engine_has_let_it_go(
         await running(ring, engine, 2)
 
 
+async def test_where_step_times_allow_fewer_a_cancelled_lane_leaves_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, ring = FakeEngine(max_inflight=4), ScriptedRing()
+    async with attached(engine, ring) as worker:
+        for lane_id in (1, 2, 3):
+            ring.grant(chat_grant("abcdef", lane_id=lane_id))
+        await running(ring, engine, 3)
+        engine.withhold(2)
+        monkeypatch.setattr(engine, "end", lambda _generation: None)  # until its next step
+        ring.worker.on_cancel(ring, LaneRef(1, 1))
+        assert worker.n_free == 0
+        ring.worker.on_cancel(ring, LaneRef(2, 1))
+        assert worker.n_free == 1
+
+
 async def test_an_engine_that_refuses_is_offered_nothing_until_the_next_beat() -> None:
     engine, ring = FakeEngine(max_inflight=1), ScriptedRing()
     async with attached(engine, ring, config=WorkerConfig(heartbeat_interval_s=0.05)):
