@@ -160,6 +160,6 @@ def context_params(config: EngineConfig, n_ctx: int) -> llama.ContextParams:
         n_ubatch=config.batch_size,
         n_threads=config.n_threads,
         flash_attn=llama.FlashAttn[config.flash_attn.upper()],
-        type_k=llama.CacheType[config.cache_type_k.upper()],
+        type_k=llama.CacheType[config.type_of_keys.upper()],
         type_v=llama.CacheType[config.cache_type_v.upper()],
     )

@@ -169,13 +169,18 @@ def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
         default="on",
         help="flash attention (default: %(default)s)",
     )
-    for name in ("k", "v"):
-        engine.add_argument(
-            f"--cache-type-{name}",
-            default="f16",
-            metavar="TYPE",
-            help=f"element type of the {name.upper()} cache: f16, q8_0, ... (default: %(default)s)",
-        )
+    engine.add_argument(
+        "--cache-type-k",
+        metavar="TYPE",
+        help="element type of the K cache: bf16, f16, q8_0, ... (default: bf16 on an x86 CPU, unless"
+        " --no-batch-invariant; else f16)",
+    )
+    engine.add_argument(
+        "--cache-type-v",
+        default="f16",
+        metavar="TYPE",
+        help="element type of the V cache: f16, q8_0, ... (default: %(default)s)",
+    )
 
 
 def add_session_ttl_flag(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Options of an engine, validated once and never changed."""
 
 import os
+import platform
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class EngineConfig:
     split_mode: str = "layer"  # of layers over several GPUs
     main_gpu: int = 0  # the one that is used with split_mode none
     flash_attn: str = "on"
-    cache_type_k: str = "f16"
+    cache_type_k: str | None = None  # None: `type_of_keys`
     cache_type_v: str = "f16"
     mlock: bool = False
     mmap: bool = False  # map the model file instead of copying it into huge pages
@@ -94,14 +95,30 @@ class EngineConfig:
         return self.threads or _n_cores()
 
     @property
+    def is_batch_invariant(self) -> bool:
+        return not self.n_gpu_layers if self.batch_invariant is None else self.batch_invariant
+
+    @property
     def prompt_slice(self) -> int | None:
         """Tokens of one prompt that a step computes at most; None: as many as there is room for.
 
         Fewer than 64 keep the attention of llama.cpp's CPU backend on one code path, so that results do not
         depend on how a prompt was sliced or what ran beside it.
         """
-        invariant = not self.n_gpu_layers if self.batch_invariant is None else self.batch_invariant
-        return 63 if invariant else None
+        return 63 if self.is_batch_invariant else None
+
+    @property
+    def type_of_keys(self) -> str:
+        """Element type of the K cache.
+
+        Where K and V are of two types, the attention of llama.cpp's CPU backend has one code path only: a
+        token that is alone in its call is computed like any other. The backend has vector code for bf16 on
+        x86, and for a GPU types are not to be mixed.
+        """
+        if self.cache_type_k is not None:
+            return self.cache_type_k
+        on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+        return "bf16" if self.is_batch_invariant and on_x86 and not self.n_gpu_layers else "f16"
 
     @staticmethod
     def _check(name: str, value: object) -> None:
@@ -109,7 +126,7 @@ class EngineConfig:
             low, high = _RANGES[name]
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}, not a whole number in {low}..{high}")
-        if name in _CHOICES and value not in _CHOICES[name]:
+        if name in _CHOICES and value is not None and value not in _CHOICES[name]:
             raise ConfigError(f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}")
 
 

@@ -353,7 +353,7 @@ def fitted(config: EngineConfig, footprint: Footprint, free_bytes: int) -> Engin
 
 def _describe(model: Model, file: ModelFile, config: EngineConfig, n_ctx: int) -> EngineInfo:
     settings = (
-        *(n_ctx, config.flash_attn, config.cache_type_k, config.cache_type_v, config.prompt_slice),
+        *(n_ctx, config.flash_attn, config.type_of_keys, config.cache_type_v, config.prompt_slice),
         config.n_gpu_layers != 0,
     )
     return EngineInfo(

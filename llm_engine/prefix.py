@@ -18,10 +18,7 @@ from typing import Self
 # Fewer tokens are computed anew sooner than they are moved, kept in host memory or waited for. What every
 # request of a chat template begins with is often no more than two dozen, and saves a third of a short prompt.
 WORTH_TOKENS = 16
-# The end of a prompt is always computed: the last token for its logits, and two more because a lone token
-# takes another path through attention than it did beside others, and would round differently. Two would not
-# do: beside a sequence that decodes, llama.cpp computes the first with it and the second alone.
-N_COMPUTED_ANEW = 3
+N_COMPUTED_ANEW = 1  # the last token of a prompt, for its logits
 
 
 class Trim(StrEnum):

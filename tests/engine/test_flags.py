@@ -101,6 +101,25 @@ def test_every_command_that_runs_an_engine_takes_how_long_sessions_live() -> Non
 
 
 @pytest.mark.parametrize(
+    ("flags", "machine", "type_of_keys"),
+    [
+        ((), "x86_64", "bf16"),
+        ((), "AMD64", "bf16"),
+        ((), "arm64", "f16"),
+        (("--no-batch-invariant",), "x86_64", "f16"),
+        (("--n-gpu-layers", "-1"), "x86_64", "f16"),
+        (("--n-gpu-layers", "-1", "--batch-invariant"), "x86_64", "f16"),
+        (("--cache-type-k", "q8_0"), "x86_64", "q8_0"),
+    ],
+)
+def test_keys_are_of_the_type_that_has_one_path_through_attention_where_that_is_fast(
+    flags: tuple[str, ...], machine: str, type_of_keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert config_of(*flags).type_of_keys == type_of_keys
+
+
+@pytest.mark.parametrize(
     ("flags", "n_tokens"),
     [
         ((), 63),

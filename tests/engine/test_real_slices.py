@@ -1,7 +1,8 @@
-"""Batch invariance on real llama.cpp: however a prompt is sliced and whatever runs beside it, its first token
-is drawn from the same logits, bit for bit.
+"""Batch invariance on real llama.cpp: however a prompt is sliced and whatever runs beside it, its tokens are
+drawn from the same logits, bit for bit.
 
-Of prompts beyond 256 tokens, from where on a query that is alone takes another path through attention.
+Of prompts beyond 256 tokens, from where on a query that is alone takes another path through attention if keys
+and values are of one type.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.model
 
 N_CTX, N_SLOTS = 512, 3
 N_PROMPT = 271  # tokens: one is left after 5 x 54 of them, and after 10 x 27
+N_ANSWER = 12
 USUAL = 50  # prompt tokens of a step, which leave 21
 
 
@@ -41,7 +43,7 @@ class Steps:
         slots = Slots(N_SLOTS, backend, store, is_end_of_turn=model.is_end_of_generation)
         self._scheduler = Scheduler(slots, model, prompt_slice)
         self._backend = backend
-        self._logits: dict[str, llama.Logits] = {}  # of first tokens
+        self._logits: dict[str, list[llama.Logits]] = {}  # of the tokens there are
 
     def ask(self, key: str, prompt: Sequence[int], *, max_tokens: int = 1) -> None:
         generation = Generation(
@@ -56,14 +58,22 @@ class Steps:
 
     def first_logits(self, key: str, n_prompt_tokens: int = USUAL) -> llama.Logits:
         """Step, with so many tokens of prompts, until they are there."""
-        while key not in self._logits:
+        return self.logits(key, 1, n_prompt_tokens)[0]
+
+    def answer(self, key: str, n_tokens: int) -> list[int]:
+        """What it says, greedily."""
+        return [int(row.argmax()) for row in self.logits(key, n_tokens)]
+
+    def logits(self, key: str, n_tokens: int, n_prompt_tokens: int = USUAL) -> list[llama.Logits]:
+        """Those of its first tokens."""
+        while len(self._logits.get(key, ())) < n_tokens:
             self._scheduler.admit(now=1.0, n_admissible=N_SLOTS)
             for plan in self._scheduler.plan(Allowance(n_prompt_tokens)):
                 rows = self._backend.run(plan)
                 for part, row in zip(plan.sampled, rows, strict=True):
-                    self._logits.setdefault(str(part.sequence.key), row.copy())
+                    self._logits.setdefault(str(part.sequence.key), []).append(row.copy())
                 self._scheduler.commit(plan, rows.argmax(axis=1).tolist(), now=1.0)
-        return self._logits[key]
+        return self._logits[key][:n_tokens]
 
 
 Begin: TypeAlias = Callable[[], Steps]
@@ -141,3 +151,22 @@ def test_asked_again_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) 
     steps.first_logits("a")
     steps.ask("again", words(N_PROMPT, 1))
     assert np.array_equal(steps.first_logits("again"), alone(N_PROMPT, 1))
+
+
+def test_decoding_alone_and_beside_others(begin: Begin) -> None:
+    alone, together = begin(), begin()
+    alone.ask("a", words(N_PROMPT, 1), max_tokens=N_ANSWER)
+    apart = alone.logits("a", N_ANSWER)
+    together.ask("a", words(N_PROMPT, 1), max_tokens=N_ANSWER)
+    together.ask("b", words(N_PROMPT, 2), max_tokens=N_ANSWER)
+    assert np.array_equal(together.logits("a", N_ANSWER), apart)
+
+
+def test_a_turn_that_follows_an_answer_decoded_alone(begin: Begin) -> None:
+    """As part of its prompt that answer is computed in slices, where nothing is kept."""
+    warm, cold = begin(), begin()
+    warm.ask("first", words(N_PROMPT, 1), max_tokens=N_ANSWER)
+    turn = [*words(N_PROMPT, 1), *warm.answer("first", N_ANSWER), *words(5, 2)]
+    for steps in (warm, cold):
+        steps.ask("second", turn, max_tokens=N_ANSWER)
+    assert np.array_equal(warm.logits("second", N_ANSWER), cold.logits("second", N_ANSWER))

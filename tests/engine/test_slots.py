@@ -231,7 +231,7 @@ def test_an_answer_asked_for_again_is_computed_from_the_end_of_its_prompt(trim: 
     prompt = [*words(1, 100), END_OF_TURN, 5, 6, 7, 8]
     world.answer("first", prompt)
     n_cached = world.answer("again", prompt).n_cached
-    assert n_cached == (102 if trim is not Trim.NOWHERE else 101)
+    assert n_cached == (104 if trim is not Trim.NOWHERE else 101)
     assert said(world, "again") == said(world, "first")
 
 
