@@ -18,10 +18,34 @@ folder=${LLAMA_CPP_LIB_PATH:?"the folder of the CUDA libraries"}
 : "${PROMPT_TOKENS:=2000}" "${SYSTEM_TOKENS:=1000}" "${REQUESTS:=16}" "${SECONDS_OF_ARRIVALS:=2}"
 : "${SAMPLED:=64}" "${LIMIT_S:=350}"
 
+fail() {  # what is missing, before anything is waited for
+  echo "gpu.sh: $1" >&2
+  exit 1
+}
+
+[ -r "$model" ] || fail "no model at $model"
+for name in libllama.so llama-server llama-batched-bench; do
+  compgen -G "$folder/$name*" > /dev/null || fail "no $name in LLAMA_CPP_LIB_PATH, $folder"
+done
+
 export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # An interpreter that brings an older libstdc++ would crash when the libraries load.
 libstdcxx=/usr/lib/x86_64-linux-gnu/libstdc++.so.6
 [ -e "$libstdcxx" ] && export LD_PRELOAD=$libstdcxx
+
+"$PYTHON" - "$GPU_LAYERS" <<'EOF' || exit 1
+import socket, sys
+try:
+    from llm_engine import llama
+except ImportError as error:
+    sys.exit(f"gpu.sh: {error}")
+if sys.argv[1] != "0" and not llama.has_gpu():
+    sys.exit("gpu.sh: these libraries find no GPU")
+for port in (8091, 8092):
+    with socket.socket() as found:
+        if found.connect_ex(("127.0.0.1", port)) == 0:
+            sys.exit(f"gpu.sh: something listens on port {port} already")
+EOF
 
 mkdir -p "$results"
 failed=()

@@ -105,11 +105,13 @@ def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
     _add_count(
         group, "--max-kv-mib-per-worker", budgets.max_kv_mib_per_worker, "KV of those of one worker, MiB"
     )
-    _add_count(
-        group,
+    group.add_argument(
         "--max-in-flight-decodes",
-        os.environ.get("MAX_IN_FLIGHT_DECODES") or budgets.max_in_flight_decodes,
-        "requests with workers at once; environment: MAX_IN_FLIGHT_DECODES",
+        type=int,
+        default=os.environ.get("MAX_IN_FLIGHT_DECODES") or None,
+        metavar="N",
+        help=f"requests with workers at once (default: {budgets.max_in_flight_decodes}, in llm-serve as many"
+        " as it has slots, if that is more; environment: MAX_IN_FLIGHT_DECODES)",
     )
     group.add_argument(
         "--max-in-flight-decodes-per-worker",
@@ -212,8 +214,14 @@ def public_config(args: argparse.Namespace) -> PublicConfig:
     )
 
 
-def gateway_config(args: argparse.Namespace) -> GatewayConfig:
-    """Bounds of lanes; `--session-ttl` is among them. Raises: ConfigError."""
+def gateway_config(args: argparse.Namespace, *, n_slots: int = 0) -> GatewayConfig:
+    """Bounds of lanes; `--session-ttl` is among them. Raises: ConfigError.
+
+    `n_slots`: of the worker in this process, which are not to stay empty for a limit that nobody set.
+    """
+    n_decodes = args.max_in_flight_decodes
+    if n_decodes is None:
+        n_decodes = max(n_slots, Budgets().max_in_flight_decodes)
     return GatewayConfig(
         ring_streams=args.ring_streams,
         queue_timeout_s=args.queue_timeout,
@@ -228,7 +236,7 @@ def gateway_config(args: argparse.Namespace) -> GatewayConfig:
             max_sessions_per_worker=args.max_sessions_per_worker,
             max_kv_mib=args.max_kv_mib,
             max_kv_mib_per_worker=args.max_kv_mib_per_worker,
-            max_in_flight_decodes=args.max_in_flight_decodes,
+            max_in_flight_decodes=n_decodes,
             max_in_flight_decodes_per_worker=args.max_in_flight_decodes_per_worker,
             session_ttl_s=args.session_ttl or math.inf,
         ),

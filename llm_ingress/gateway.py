@@ -230,6 +230,12 @@ class Gateway:
             for name in names & {other.name, *other.aliases}
         }
 
+    @property
+    def n_places_in_vain(self) -> int:
+        """Lanes that the attached workers could take beyond what the budget lets them have at once."""
+        n_places = sum(worker.n_slots for worker in self._placement.leases)
+        return max(0, n_places - self._placement.config.budgets.max_in_flight_decodes)
+
     def retry_after_s(self, reason: RefusalReason) -> int:
         """Return whole seconds, spread so that those refused together do not come back together."""
         return round(RETRY_AFTER_S[reason] * (1 + self._chance()))

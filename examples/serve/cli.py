@@ -109,11 +109,12 @@ class _Settings:
 
 
 def _settings(args: argparse.Namespace) -> _Settings:
+    engine = engine_config(args, max_tokens=args.max_tokens, session_ttl=args.session_ttl)
     return _Settings(
-        engine=engine_config(args, max_tokens=args.max_tokens, session_ttl=args.session_ttl),
+        engine=engine,
         serving=serving_config(args),
         public=public_config(args),
-        gateway=gateway_config(args),
+        gateway=gateway_config(args, n_slots=engine.n_slots),
         worker=WorkerConfig(compaction=args.compaction),
     )
 

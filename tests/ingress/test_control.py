@@ -17,7 +17,7 @@ from llm_ingress.certs import CertificateFiles
 from llm_ingress.control import Control, ControlConfig, serve_control
 from llm_ingress.errors import CertificateFault, ConfigError
 from llm_ingress.frames import pack
-from llm_ingress.gateway import Gateway, GatewayConfig, Lane, LaneState
+from llm_ingress.gateway import Budgets, Gateway, GatewayConfig, Lane, LaneState
 from llm_ingress.tls import LiveContext, control_context, worker_context
 from llm_ingress.wire import (
     Body,
@@ -361,6 +361,20 @@ async def test_two_models_of_one_name_are_a_warning_that_says_who_has_it(
             await worker.present(replace(HELLO, model=card))
         (message,) = caplog.messages
     assert message == "both two and one go by the name tiny: requests for it are for two"
+
+
+async def test_places_that_a_budget_keeps_empty_are_a_warning(
+    issued: Issued, gpu_2: CertificateFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway(GatewayConfig(budgets=Budgets(max_in_flight_decodes=5)))
+    async with (
+        controlled(gateway, issued) as control,
+        raw_worker(control, issued.worker) as first,
+        raw_worker(control, gpu_2) as second,
+    ):
+        for worker in (first, second):
+            await worker.present(replace(HELLO, max_inflight=4))
+        assert caplog.messages == ["3 places of the workers stay empty: see --max-in-flight-decodes"]
 
 
 # What is sent, and in which order.
