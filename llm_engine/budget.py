@@ -15,7 +15,7 @@ step it would take is still within the target.
 import math
 from typing import NamedTuple
 
-GAP_STEPS = 1.9
+GAP_STEPS = 2.0
 CROWD_STEPS = 3.0
 IDLE_STEP_S = 0.5
 # The part of a target that is left to prompts for as long as there are any: nobody is admitted into it, or
