@@ -18,12 +18,10 @@ from llm_engine.budget import Allowance
 from llm_engine.config import EngineConfig
 from llm_engine.diskcache import DiskCache
 from llm_engine.model import Model
-from llm_engine.sampling import Sampler, SamplingParams
 from llm_engine.scheduler import Scheduler
-from llm_engine.sequence import Sequence as Generation
 from llm_engine.slots import Slots
 from llm_engine.store import Store
-from llm_engine.text import TextAssembler
+from tests.engine.scheduling import sequence
 
 pytestmark = pytest.mark.model
 
@@ -46,15 +44,7 @@ class Steps:
         self._logits: dict[str, list[llama.Logits]] = {}  # of the tokens there are
 
     def ask(self, key: str, prompt: Sequence[int], *, max_tokens: int = 1) -> None:
-        generation = Generation(
-            key=key,
-            tokens=[*prompt],
-            n_prompt=len(prompt),
-            max_tokens=max_tokens,
-            sampler=Sampler(SamplingParams(temperature=0), seed=0, choice=0, prompt=prompt),
-            text=TextAssembler(()),
-        )
-        self._scheduler.enqueue(generation)
+        self._scheduler.enqueue(sequence(key, prompt=prompt, max_tokens=max_tokens))
 
     def first_logits(self, key: str, n_prompt_tokens: int = USUAL) -> llama.Logits:
         """Step, with so many tokens of prompts, until they are there."""
