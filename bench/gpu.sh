@@ -37,7 +37,7 @@ libstdcxx=/usr/lib/x86_64-linux-gnu/libstdc++.so.6
 import socket, sys
 try:
     from llm_engine import llama
-except ImportError as error:
+except Exception as error:  # a library that is missing, of another release, or of another machine
     sys.exit(f"gpu.sh: {error}")
 if sys.argv[1] != "0" and not llama.has_gpu():
     sys.exit("gpu.sh: these libraries find no GPU")

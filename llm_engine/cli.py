@@ -173,7 +173,7 @@ def _add_llama_flags(engine: argparse._ArgumentGroup) -> None:
         "--cache-type-k",
         metavar="TYPE",
         help="element type of the K cache: bf16, f16, q8_0, ... (default: bf16 on an x86 CPU, unless"
-        " --no-batch-invariant; else f16)",
+        " --no-batch-invariant or --flash-attn off; else f16)",
     )
     engine.add_argument(
         "--cache-type-v",

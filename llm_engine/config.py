@@ -70,7 +70,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            self._check(field.name, getattr(self, field.name))
+            if (field.name, getattr(self, field.name)) != ("cache_type_k", None):
+                self._check(field.name, getattr(self, field.name))
         if self.model == "":
             raise ConfigError("model is empty, must be a path, REPO, REPO:FILE, or smollm2")
         if self.batch_size < self.n_slots:
@@ -102,8 +103,8 @@ class EngineConfig:
     def prompt_slice(self) -> int | None:
         """Tokens of one prompt that a step computes at most; None: as many as there is room for.
 
-        Fewer than 64 keep the attention of llama.cpp's CPU backend on one code path, so that results do not
-        depend on how a prompt was sliced or what ran beside it.
+        Where keys and values are of one type, fewer than 64 keep the attention of llama.cpp's CPU backend on
+        one code path but for single tokens, so that it hardly matters how a prompt was sliced.
         """
         return 63 if self.is_batch_invariant else None
 
@@ -111,14 +112,15 @@ class EngineConfig:
     def type_of_keys(self) -> str:
         """Element type of the K cache.
 
-        Where K and V are of two types, the attention of llama.cpp's CPU backend has one code path only: a
-        token that is alone in its call is computed like any other. The backend has vector code for bf16 on
+        Where K and V are of two types, the flash attention of llama.cpp's CPU backend has one code path only:
+        a token that is alone in its call is computed like any other. The backend has vector code for bf16 on
         x86, and for a GPU types are not to be mixed.
         """
         if self.cache_type_k is not None:
             return self.cache_type_k
         on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-        return "bf16" if self.is_batch_invariant and on_x86 and not self.n_gpu_layers else "f16"
+        helps = self.is_batch_invariant and self.flash_attn != "off" and not self.n_gpu_layers
+        return "bf16" if helps and on_x86 else "f16"
 
     @staticmethod
     def _check(name: str, value: object) -> None:
@@ -126,7 +128,7 @@ class EngineConfig:
             low, high = _RANGES[name]
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}, not a whole number in {low}..{high}")
-        if name in _CHOICES and value is not None and value not in _CHOICES[name]:
+        if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigError(f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}")
 
 

@@ -129,6 +129,8 @@ class Engine:
             if (n_at_least := model.n_tokens_at_least(segments)) > self.info.n_ctx:
                 raise PromptTooLong(n_at_least, self.info.n_ctx)
             prompt = model.tokenize(segments)
+            if not prompt:
+                raise RequestError("the prompt is empty: the chat template makes nothing of the messages")
             if not all(0 <= token < model.n_vocab for token in request.resumed):
                 raise RequestError("resumed holds a token that this model does not have")
         room = self.info.n_ctx - len(prompt)
@@ -145,8 +147,7 @@ class Engine:
         Raises: EngineBusy with the waiting list full, EngineClosed, and what `prepare` raises.
         """
         prepared = request if isinstance(request, Prepared) else self.prepare(request)
-        if not prepared.prompt:
-            raise RequestError("the prompt is empty: nothing is computed that an answer could follow from")
+        assert prepared.prompt, "an empty prompt, which `prepare` refuses"
         mailbox = Mailbox(self._doorbell(), on_event)
         sequence = _sequence(mailbox, prepared)
         with self._count:

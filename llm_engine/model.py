@@ -113,7 +113,8 @@ class Model:
 
 
 def fingerprint(parts: Sequence[Path], *settings: object) -> str:
-    """A digest of a model's files, engine build and settings: equal means the same tokens come out.
+    """A digest of a model's files, engine build and settings: equal means the same tokens come out of like
+    processors.
 
     Each file's head (header, vocabulary, template), its size and samples of its weights are digested,
     not all of it: a second for a hundred gigabytes rather than minutes.

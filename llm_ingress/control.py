@@ -242,7 +242,10 @@ class _Connection:
             hello.max_inflight,
         )
         if n_in_vain := self._gateway.n_places_in_vain:
-            logger.warning("%d places of the workers stay empty: see --max-in-flight-decodes", n_in_vain)
+            logger.warning(
+                "%d places of the workers stay empty: see --max-in-flight-decodes and --ring-streams",
+                n_in_vain,
+            )
         for name, (other, owner) in self._gateway.shared_names(hello.model).items():
             logger.warning(
                 "both %s and %s go by the name %s: requests for it are for %s",

@@ -53,7 +53,13 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits")
     add_seconds(limits, "--queue-timeout", 60, "a request waits this long for a slot, then 503")
-    _add_count(limits, "--ring-streams", 64, "requests held at once, waiting or running; beyond it 503")
+    limits.add_argument(
+        "--ring-streams",
+        type=int,
+        metavar="N",
+        help="requests held at once, waiting or running; beyond it 503"
+        f" (default: {GatewayConfig().ring_streams}, in llm-serve twice its slots, if that is more)",
+    )
     limits.add_argument(
         "--request-timeout",
         type=float,
@@ -130,7 +136,7 @@ def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_count(group: "argparse._ArgumentGroup", flag: str, default: int | str, help_text: str) -> None:
+def _add_count(group: "argparse._ArgumentGroup", flag: str, default: int, help_text: str) -> None:
     group.add_argument(
         flag, type=int, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
     )
@@ -219,11 +225,13 @@ def gateway_config(args: argparse.Namespace, *, n_slots: int = 0) -> GatewayConf
 
     `n_slots`: of the worker in this process, which are not to stay empty for a limit that nobody set.
     """
-    n_decodes = args.max_in_flight_decodes
+    n_lanes, n_decodes = args.ring_streams, args.max_in_flight_decodes
+    if n_lanes is None:
+        n_lanes = max(2 * n_slots, GatewayConfig().ring_streams)
     if n_decodes is None:
         n_decodes = max(n_slots, Budgets().max_in_flight_decodes)
     return GatewayConfig(
-        ring_streams=args.ring_streams,
+        ring_streams=n_lanes,
         queue_timeout_s=args.queue_timeout,
         request_timeout_s=args.request_timeout,
         response_buffer_bytes=args.response_buffer,

@@ -232,9 +232,12 @@ class Gateway:
 
     @property
     def n_places_in_vain(self) -> int:
-        """Lanes that the attached workers could take beyond what the budget lets them have at once."""
-        n_places = sum(worker.n_slots for worker in self._placement.leases)
-        return max(0, n_places - self._placement.config.budgets.max_in_flight_decodes)
+        """Lanes that the attached workers could take beyond what there may be at once."""
+        config = self._placement.config
+        most = config.budgets.max_in_flight_decodes_per_worker
+        n_slots = [worker.n_slots for worker in self._placement.leases if worker.is_able]
+        n_places = sum(n if most is None else min(n, most) for n in n_slots)
+        return max(0, n_places - min(config.ring_streams, config.budgets.max_in_flight_decodes))
 
     def retry_after_s(self, reason: RefusalReason) -> int:
         """Return whole seconds, spread so that those refused together do not come back together."""

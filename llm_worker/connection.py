@@ -26,7 +26,7 @@ from llm_worker.errors import RingLost
 
 logger = logging.getLogger(__name__)
 
-WELCOME_S = 10.0  # from the dial to the WELCOME
+WELCOME_S = 10.0  # for the answer to a HELLO
 CLOSE_S = 1.0  # for the last words to a peer that may not listen
 PINGS_PER_PATIENCE = 5
 # An ingress that takes nothing must not fill this machine's memory.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from llm_engine.errors import PromptTooLong
+from llm_engine.errors import PromptTooLong, RequestError
 from llm_engine.generation import GenerateRequest, Prepared
 from llm_ingress.api.errors import prompt_too_long
 from llm_ingress.api.schemas import ChatRequest, Truncation, parse_chat
@@ -138,4 +138,8 @@ def _continuation(grant: Grant, chat: ChatRequest, engine: TextEngine) -> Prepar
     if (made := start.compaction) is not None:
         # Not decided again: the prompt must be the one whose answer goes on.
         request = replace(request, messages=shortened(chat.turns, made.n_older, made.summary))
-    return PreparedJob(chat=chat, prepared=engine.prepare(request), start=start, earlier=earlier)
+    try:
+        prepared = engine.prepare(request)
+    except RequestError as error:  # the request itself was taken before
+        raise ProgressError(str(error)) from error
+    return PreparedJob(chat=chat, prepared=prepared, start=start, earlier=earlier)

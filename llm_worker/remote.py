@@ -186,7 +186,7 @@ class RemoteRing:
         """Note which process of an ingress answers."""
         self._ingress_id = answer.headers.get(INGRESS_ID_HEADER, "")
 
-    def _take_place(self, connection: "Connection") -> None:
+    def _take_place(self, connection: Connection) -> None:
         """Raises: RingLost, having said nothing, if the place is taken."""
         try:
             self._stand_by()
@@ -216,7 +216,7 @@ class RemoteRing:
         except (aiohttp.ClientError, OSError) as error:
             raise RingLost(explain(error)) from error
 
-    def _hear(self, connection: "Connection", message: Message) -> None:
+    def _hear(self, connection: Connection, message: Message) -> None:
         """Act on a message of the ingress. Raises: RingLost if it is out of place."""
         listener = self._listener
         if listener is None:
@@ -241,7 +241,7 @@ class RemoteRing:
             case _:
                 raise RingLost("it sent a second WELCOME, or a REFUSED behind it")
 
-    def _attached(self, connection: "Connection", welcome: Welcome, listener: RingListener) -> None:
+    def _attached(self, connection: Connection, welcome: Welcome, listener: RingListener) -> None:
         connection.welcome(welcome.heartbeat_timeout_s)
         self._connection = connection
         self._has_attached = True

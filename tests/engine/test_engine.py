@@ -24,7 +24,7 @@ from llm_engine.errors import (
     RequestError,
     TemplateRefused,
 )
-from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, Prepared, StopReason
+from llm_engine.generation import Delta, Event, Failed, Finished, GenerateRequest, StopReason
 from llm_engine.info import EngineInfo, Kept, Tier
 from llm_engine.prefix import N_COMPUTED_ANEW
 from llm_engine.sampling import SamplingParams
@@ -388,9 +388,10 @@ def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
         engine.prepare(ask("a word", resumed=(ord("a"), token)))
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_an_empty_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeModel, "tokenize", lambda _self, _segments: [])
     with running(echo) as (engine, _), pytest.raises(RequestError, match="the prompt is empty"):
-        engine.submit(Prepared(request=ask(""), prompt=(), max_tokens=1))
+        engine.submit(ask(""))
 
 
 # --- kept sessions ------------------------------------------------------------------------------------------

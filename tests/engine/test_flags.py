@@ -109,6 +109,7 @@ def test_every_command_that_runs_an_engine_takes_how_long_sessions_live() -> Non
         (("--no-batch-invariant",), "x86_64", "f16"),
         (("--n-gpu-layers", "-1"), "x86_64", "f16"),
         (("--n-gpu-layers", "-1", "--batch-invariant"), "x86_64", "f16"),
+        (("--flash-attn", "off"), "x86_64", "f16"),
         (("--cache-type-k", "q8_0"), "x86_64", "q8_0"),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from llm_engine.budget import Allowance, PromptCost
 from llm_engine.plan import Plan, Slice
 from llm_engine.scheduler import Scheduler
-from tests.engine.scheduling import compute, scheduler, sequence, step, turn
+from tests.engine.scheduling import scheduler, sequence, step, turn
 
 
 def test_plan_serves_every_running_sequence_before_any_prefill() -> None:
@@ -89,17 +89,6 @@ def test_a_prompt_in_a_hole_between_those_that_decode_fills_it_with_a_token() ->
         [("0", 1), ("a", 1), ("2", 1), ("3", 1)],
         [("a", 1)],
     ]
-
-
-@given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6), n_tokens=st.integers(1, 130))
-def test_a_call_never_holds_more_than_the_batch(lengths: list[int], n_tokens: int) -> None:
-    made = scheduler(
-        *(sequence(str(i), n_prompt=n) for i, n in enumerate(lengths)), n_slots=6, prompt_slice=63
-    )
-    while any(each.n_pending > 1 for each in made.all_sequences()):
-        plans = made.plan(Allowance(n_tokens))
-        assert all(plan.n_prompt_tokens <= n_tokens for plan in plans)
-        compute(made, plans, ord("x"), now=2.0)
 
 
 def test_the_oldest_moves_on_however_deep_it_is() -> None:

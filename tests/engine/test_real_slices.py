@@ -5,7 +5,8 @@ Of prompts beyond 256 tokens, from where on a query that is alone takes another 
 and values are of one type.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from functools import cache
 from typing import TypeAlias
 
@@ -19,6 +20,7 @@ from llm_engine.config import EngineConfig
 from llm_engine.diskcache import DiskCache
 from llm_engine.model import Model
 from llm_engine.scheduler import Scheduler
+from llm_engine.sequence import Sequence
 from llm_engine.slots import Slots
 from llm_engine.store import Store
 from tests.engine.scheduling import sequence
@@ -41,10 +43,12 @@ class Steps:
         slots = Slots(N_SLOTS, backend, store, is_end_of_turn=model.is_end_of_generation)
         self._scheduler = Scheduler(slots, model, prompt_slice)
         self._backend = backend
+        self.sequences = dict[str, Sequence]()
         self._logits: dict[str, list[llama.Logits]] = {}  # of the tokens there are
 
-    def ask(self, key: str, prompt: Sequence[int], *, max_tokens: int = 1) -> None:
-        self._scheduler.enqueue(sequence(key, prompt=prompt, max_tokens=max_tokens))
+    def ask(self, key: str, prompt: Items[int], *, max_tokens: int = 1) -> None:
+        self.sequences[key] = sequence(key, prompt=prompt, max_tokens=max_tokens)
+        self._scheduler.enqueue(self.sequences[key])
 
     def first_logits(self, key: str, n_prompt_tokens: int = USUAL) -> llama.Logits:
         """Step, with so many tokens of prompts, until they are there."""
@@ -73,7 +77,7 @@ Alone: TypeAlias = Callable[[int, int], llama.Logits]  # of how many tokens, of 
 @pytest.fixture(scope="module", params=["smollm2", "hybrid_model", "sliding_model"])
 def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
     path = request.getfixturevalue(request.param)
-    config = EngineConfig(model=str(path), max_inflight=N_SLOTS)
+    config = EngineConfig(model=str(path), max_inflight=N_SLOTS, cache_type_k="bf16")
     model = Model.load(path)
     backend = LlamaBackend.create(model, context_params(config, N_CTX), "any")
     yield lambda: Steps(model, backend, config.prompt_slice)
@@ -115,7 +119,7 @@ def test_beside_a_prompt_that_is_a_token_shorter(begin: Begin, alone: Alone) -> 
 
 
 def test_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) -> None:
-    """Two tokens would be left after 5 x 54."""
+    """Of the prompt two tokens are left after 5 x 54."""
     steps = begin()
     steps.ask("stream", words(20, 3), max_tokens=100)
     steps.first_logits("stream")
@@ -141,6 +145,7 @@ def test_asked_again_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) 
     steps.first_logits("a")
     steps.ask("again", words(N_PROMPT, 1))
     assert np.array_equal(steps.first_logits("again"), alone(N_PROMPT, 1))
+    assert steps.sequences["again"].n_cached > 0
 
 
 def test_decoding_alone_and_beside_others(begin: Begin) -> None:
@@ -160,3 +165,4 @@ def test_a_turn_that_follows_an_answer_decoded_alone(begin: Begin) -> None:
     for steps in (warm, cold):
         steps.ask("second", turn, max_tokens=N_ANSWER)
     assert np.array_equal(warm.logits("second", N_ANSWER), cold.logits("second", N_ANSWER))
+    assert warm.sequences["second"].n_cached > N_PROMPT > cold.sequences["second"].n_cached == 0

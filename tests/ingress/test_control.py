@@ -374,7 +374,9 @@ async def test_places_that_a_budget_keeps_empty_are_a_warning(
     ):
         for worker in (first, second):
             await worker.present(replace(HELLO, max_inflight=4))
-        assert caplog.messages == ["3 places of the workers stay empty: see --max-in-flight-decodes"]
+        assert caplog.messages == [
+            "3 places of the workers stay empty: see --max-in-flight-decodes and --ring-streams"
+        ]
 
 
 # What is sent, and in which order.

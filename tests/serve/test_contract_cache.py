@@ -42,7 +42,7 @@ async def test_each_turn_of_a_chat_finds_the_turns_before_it(client: Client) -> 
 
 async def test_chats_that_share_a_system_prompt_keep_to_their_own(client: Client) -> None:
     system = {"role": "system", "content": "You repeat the last word of what you are told. " * 8}
-    # Long enough to be kept: what differs in fewer than 32 tokens is computed anew.
+    # Long enough to be kept: what differs in fewer than 16 tokens is computed anew.
     secrets = ("The word is lantern. " * 10, "The word is whale. " * 10)
     chats: list[list[Json]] = [[system], [system]]
     first = [await say(client, chat, secret) for chat, secret in zip(chats, secrets, strict=True)]
