@@ -176,7 +176,7 @@ async def test_special_token_spellings_in_content_stay_text(smollm2_engine: Engi
 
 async def test_smollm2_answers_sensibly(smollm2_engine: Engine) -> None:
     assert "Red" in text_of(await read(smollm2_engine, greedy("Name three colours.")))
-    assert "Paris" in text_of(await read(smollm2_engine, greedy("What is the capital of France?")))
+    assert "cold" in text_of(await read(smollm2_engine, greedy("What is the opposite of hot?")))
 
 
 async def test_a_stop_string_ends_the_answer_and_never_shows(smollm2_engine: Engine) -> None:
