@@ -30,6 +30,12 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
 
     The status named is that of a request whose answer has not begun; one that has ends in an error event.
     """
+    _add_listener_flags(parser)
+    _add_limit_flags(parser)
+    _add_budget_flags(parser)
+
+
+def _add_listener_flags(parser: argparse.ArgumentParser) -> None:
     listener = parser.add_argument_group("public listener")
     listener.add_argument(
         "--bind",
@@ -51,6 +57,9 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     listener.add_argument(
         "--insecure", action="store_true", help="allow plain HTTP on an address beyond this machine"
     )
+
+
+def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     add_seconds(limits, "--queue-timeout", 60, "a request waits this long for a slot, then 503")
     limits.add_argument(
@@ -89,7 +98,6 @@ def add_public_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_count(limits, "--max-attempts", 3, "times a request may lose its worker, then 502")
     add_seconds(limits, "--drain-timeout", 30, "on SIGTERM or Ctrl-C running answers may take this long")
-    _add_budget_flags(parser)
 
 
 def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
