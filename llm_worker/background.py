@@ -4,7 +4,7 @@ The thread gives way to the decode (`llm_engine/priority.py`). A thread cannot b
 not come to an end is left behind with its thread, and another takes over what is queued.
 
 Owns: the work not yet begun. Thread: every method on the event loop; `work` on the thread.
-Called by: `worker.py`.
+Called by: `preparation_thread.py`.
 """
 
 import threading

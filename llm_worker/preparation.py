@@ -4,7 +4,7 @@ A fresh lane gets its id, seed and token limit here; a lane with progress keeps 
 tokens it has are computed again without being sent again. A conversation that outgrew the context may first
 need a summary, which is a generation of its own: the steps to a claim that is ready are a generator.
 
-Called by: `worker.py`, on the preparation thread. Pure.
+Called by: `worker.py`; its steps are done on the preparation thread. Pure.
 """
 
 import secrets

@@ -13,23 +13,21 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
-from typing import Any
 
 from llm_engine.errors import EngineBusy, EngineClosed
 from llm_ingress.api.errors import deadline_passed
 from llm_ingress.labels import MAX_LABEL_CHARS, is_label
 from llm_ingress.wire import Grant, Heartbeat, Hello, LaneRef, ModelCard
-from llm_worker.background import BackgroundThread
 from llm_worker.compaction import Policy
 from llm_worker.engine import TextEngine
 from llm_worker.errors import WorkerConfigError
 from llm_worker.job import Job, JobState
 from llm_worker.offers import PATIENCE_S, Demand, share_out
-from llm_worker.preparation import PreparedJob, Steps, Unsummarised, advance, preparation
+from llm_worker.preparation import PreparedJob, Unsummarised, preparation
+from llm_worker.preparation_thread import PreparationThread, Step
 from llm_worker.ring import Ring
 from llm_worker.snapshot import RingFacts, WorkerSnapshot
 from llm_worker.summaries import Summaries
@@ -92,9 +90,7 @@ class Worker:
         self._config = config
         self._rings = {ring: _RingView(ring) for ring in rings}
         self._jobs: dict[tuple[Ring, LaneRef], Job] = {}
-        self._preparing: dict[Job, Future[PreparedJob | Unsummarised]] = {}
-        self._stuck: set[Future[Any]] = set()
-        self._thread = BackgroundThread("llm-worker-preparation")
+        self._preparing = PreparationThread(self._prepared)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -179,7 +175,7 @@ class Worker:
             view.ring.detach()
         for job in tuple(self._jobs.values()):
             job.cancel()
-        self._thread.close()
+        self._preparing.close()
 
     # -- from the rings --
 
@@ -216,7 +212,7 @@ class Worker:
         steps = preparation(
             grant, self._engine, int(time.time()), self._summaries.recall, self._config.compaction
         )
-        self._prepare(job, steps)
+        self._preparing.submit(job, steps)
         self._offer()
 
     def on_cancel(self, ring: Ring, ref: LaneRef) -> None:
@@ -234,41 +230,28 @@ class Worker:
         if job is not None:
             job.resume()
 
-    # -- to and from the preparation thread --
+    # -- what the preparation thread has done --
 
-    def _prepare(self, job: Job, steps: Steps, summary: str | None = None) -> None:
-        """Have the next step done to make a job ready."""
-        work = self._thread.submit(partial(advance, steps, summary))
-        self._preparing[job] = work
-        work.add_done_callback(partial(self._come_back, job))
-
-    def _come_back(self, job: Job, work: Future[PreparedJob | Unsummarised]) -> None:
-        """Bring a finished step to the event loop. Thread: any."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._prepared, job, work)
-
-    def _prepared(self, job: Job, work: Future[PreparedJob | Unsummarised]) -> None:
-        self._preparing.pop(job, None)
-        self._stuck.discard(work)
+    def _prepared(self, job: Job, step: Step) -> None:
         if job.state is JobState.PREPARING:
             try:
-                self._begin(job, work)
+                self._begin(job, step)
             except Exception:
                 job.crash()
         self._offer()
 
-    def _begin(self, job: Job, work: Future[PreparedJob | Unsummarised]) -> None:
-        error = work.exception()
+    def _begin(self, job: Job, step: Step) -> None:
+        error = step.exception()
         if error is not None:
             job.reject(error)
             return
         try:
-            match work.result():
+            match step.result():
                 case PreparedJob() as ready:
                     self._keep_summary(ready)
                     job.begin(self._engine, ready)
                 case Unsummarised(prepared, steps):
-                    job.summarise(self._engine, prepared, partial(self._prepare, job, steps))
+                    job.summarise(self._engine, prepared, partial(self._preparing.submit, job, steps))
                     self._n_summaries += 1
         except (EngineBusy, EngineClosed) as refusal:
             logger.warning("lane %d goes back: %s", job.ref.lane_id, refusal)
@@ -283,15 +266,9 @@ class Worker:
 
     def _fail_what_is_stuck(self) -> None:
         limit_s = self._config.preparation_timeout_s
-        stuck = self._thread.abandon_if_stuck(limit_s)
-        if stuck is None:
-            return
-        # Its thread still takes of the machine, so its place stays taken until it ends.
-        self._stuck.add(stuck)
-        for job, work in tuple(self._preparing.items()):
-            if work is stuck:
-                logger.warning("lane %d was not prepared in %g s", job.ref.lane_id, limit_s)
-                job.refuse(deadline_passed(f"The request could not be prepared within {limit_s:g} seconds."))
+        for job in self._preparing.abandon_stuck(limit_s):
+            logger.warning("lane %d was not prepared in %g s", job.ref.lane_id, limit_s)
+            job.refuse(deadline_passed(f"The request could not be prepared within {limit_s:g} seconds."))
 
     # -- places, credit, heartbeat --
 
@@ -305,7 +282,7 @@ class Worker:
         if self._is_draining or self._engine_refused or self._engine_stands:
             return 0
         capacity = self._engine.capacity()
-        n_places = min(capacity.max_inflight - len(self._stuck), capacity.n_admissible)
+        n_places = min(capacity.max_inflight - self._preparing.n_stuck, capacity.n_admissible)
         return max(0, n_places - len(self._jobs))
 
     def _offer(self) -> None:
@@ -398,9 +375,7 @@ class Worker:
     def _forget(self, job: Job) -> None:
         """A job has closed."""
         del self._jobs[job.ring, job.ref]
-        work = self._preparing.pop(job, None)
-        if work is not None:
-            work.cancel()
+        self._preparing.drop(job)
         if not self._jobs:
             self._idle.set()
         self._offer()
