@@ -94,8 +94,8 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="compute prompts 63 tokens at a time, so that no answer depends on what ran beside it;"
-        " without, long ones take less time (default: on a CPU)",
+        help="keep to settings with which no answer depends on what ran beside it;"
+        " without, long prompts take less time (default: on a CPU)",
     )
     engine.add_argument(
         "--target-step-ms",
@@ -108,8 +108,7 @@ def _add_batching_flags(engine: argparse._ArgumentGroup) -> None:
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="prompt tokens of one step, of one prompt within --batch-invariant's"
-        " (default: as many as measured step times allow)",
+        help="prompt tokens of one step (default: as many as measured step times allow)",
     )
 
 

@@ -103,17 +103,18 @@ class EngineConfig:
     def prompt_slice(self) -> int | None:
         """Tokens of one prompt that a step computes at most; None: as many as there is room for.
 
-        Where keys and values are of one type, fewer than 64 keep the attention of llama.cpp's CPU backend on
-        one code path but for single tokens, so that it hardly matters how a prompt was sliced.
+        Where keys and values are both f16, or both f32, fewer than 64 keep the attention of llama.cpp's CPU
+        backend on one code path but for single tokens, so that it hardly matters how a prompt was sliced.
         """
-        return 63 if self.is_batch_invariant else None
+        has_paths = self.type_of_keys == self.cache_type_v and self.cache_type_v in ("f16", "f32")
+        return 63 if self.is_batch_invariant and has_paths else None
 
     @property
     def type_of_keys(self) -> str:
         """Element type of the K cache.
 
         Where K and V are of two types, the flash attention of llama.cpp's CPU backend has one code path only:
-        a token that is alone in its call is computed like any other. The backend has vector code for bf16 on
+        a token is computed alone in its call as it is with hundreds. The backend has vector code for bf16 on
         x86, and for a GPU types are not to be mixed.
         """
         if self.cache_type_k is not None:

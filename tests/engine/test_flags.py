@@ -123,13 +123,16 @@ def test_keys_are_of_the_type_that_has_one_path_through_attention_where_that_is_
 @pytest.mark.parametrize(
     ("flags", "n_tokens"),
     [
-        ((), 63),
-        (("--no-batch-invariant",), None),
+        (("--cache-type-k", "f16"), 63),
+        (("--cache-type-k", "f32", "--cache-type-v", "f32"), 63),
+        (("--cache-type-k", "bf16"), None),
+        (("--cache-type-k", "q8_0", "--cache-type-v", "q8_0"), None),
+        (("--cache-type-k", "f16", "--no-batch-invariant"), None),
         (("--n-gpu-layers", "-1"), None),
         (("--n-gpu-layers", "-1", "--batch-invariant"), 63),
     ],
 )
-def test_prompts_are_computed_in_small_slices_where_answers_must_not_depend_on_others(
+def test_prompts_are_computed_in_small_slices_where_only_that_keeps_answers_from_depending_on_others(
     flags: tuple[str, ...], n_tokens: int | None
 ) -> None:
     assert config_of(*flags).prompt_slice == n_tokens

@@ -2,7 +2,7 @@
 drawn from the same logits, bit for bit.
 
 Of prompts beyond 256 tokens, from where on a query that is alone takes another path through attention if keys
-and values are of one type.
+and values are of one type, as 64 and more of a sequence do at any length.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,7 +105,7 @@ def alone(begin: Begin) -> Alone:
     return first_logits
 
 
-@pytest.mark.parametrize("n_prompt_tokens", [27, 54])
+@pytest.mark.parametrize("n_prompt_tokens", [27, 128, N_PROMPT])
 def test_alone_in_other_slices(begin: Begin, alone: Alone, n_prompt_tokens: int) -> None:
     steps = begin()
     steps.ask("a", words(N_PROMPT, 1))
@@ -116,8 +116,8 @@ def test_beside_a_prompt_that_is_a_token_shorter(begin: Begin, alone: Alone) -> 
     steps = begin()
     steps.ask("long", words(N_PROMPT, 1))
     steps.ask("short", words(N_PROMPT - 1, 2))
-    assert np.array_equal(steps.first_logits("long", 2 * 63), alone(N_PROMPT, 1))
-    assert np.array_equal(steps.first_logits("short", 2 * 63), alone(N_PROMPT - 1, 2))
+    assert np.array_equal(steps.first_logits("long", 2 * 90), alone(N_PROMPT, 1))
+    assert np.array_equal(steps.first_logits("short", 2 * 90), alone(N_PROMPT - 1, 2))
 
 
 def test_beside_a_sequence_that_decodes(begin: Begin, alone: Alone) -> None:
