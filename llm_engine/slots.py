@@ -213,7 +213,7 @@ class Slots:
             run = Run.begun(self._cells.trim)
         slot.run = run.continued(sequence.tokens, run.n_cells)
         slot.is_started, slot.last_used = True, now
-        slot.stops.update(n for n in stops if n >= run.n_cells + WORTH_TOKENS)
+        slot.stops.update(n for n in stops if n > run.n_cells)
         sequence.n_cached = sequence.n_computed = run.n_cells
 
     def _brought(self, slot: Slot, source: Source) -> Run | None:
@@ -274,12 +274,18 @@ class Slots:
         """Where prompts that begin like this one are likely to part from it.
 
         After its first turn, which is often a system prompt that many share; after its last, because
-        templates write an old answer otherwise than a new one; and where one parted before.
+        templates write an old answer otherwise than a new one; and where one parted before. But not just
+        behind another one, which does as well.
         """
         if not self.store.host.is_on or self._cells.trim is Trim.ANYWHERE:
             return set()
         ends = [n for n in range(1, limit(tokens) + 1) if self._is_end_of_turn(tokens[n - 1])]
-        return {*ends[:1], *ends[-1:], self._beginnings.longest_in_common(tokens)}
+        kept = self._beginnings.checkpoints_of(tokens)
+        return {
+            n
+            for n in (*ends[:1], *ends[-1:], self._beginnings.longest_in_common(tokens))
+            if n >= max((before for before in kept if before <= n), default=0) + WORTH_TOKENS
+        }
 
     def _take_checkpoint(self, slot: Slot) -> None:
         slot.stops.discard(slot.run.n_cells)

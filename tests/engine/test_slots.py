@@ -359,6 +359,17 @@ def test_a_prefix_that_another_has_left_behind_is_not_waited_for() -> None:
     assert world.ended["b"].n_cached == 0
 
 
+def test_a_short_last_turn_has_a_checkpoint_of_its_own() -> None:
+    """It goes on from the end of the answer before it, which is overwritten, and is no checkpoint."""
+    world = World(Trim.NOWHERE)
+    world.answer("first", [*words(1, 60), END_OF_TURN, 1], max_tokens=40)
+    second = [*said(world, "first"), 2, END_OF_TURN, 1]
+    world.answer("second", second)
+    world.answer("again", second)
+    assert world.cached("second") == len(said(world, "first")) - 1
+    assert world.cached("again") == len(second) - 1
+
+
 def test_a_checkpoint_is_taken_once() -> None:
     world = World(Trim.NOWHERE)
     for i in range(5):
