@@ -93,7 +93,7 @@ class EngineConfig:
 
     @property
     def n_threads(self) -> int:
-        return self.threads or _n_cores()
+        return self.threads or count_cores()
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -133,7 +133,7 @@ class EngineConfig:
             raise ConfigError(f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}")
 
 
-def _n_cores() -> int:
+def count_cores() -> int:
     """Cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from llm_engine import gguf, llama
 from llm_engine.backend import Backend, LlamaBackend, context_params
 from llm_engine.budget import Budget
-from llm_engine.config import EngineConfig
+from llm_engine.config import EngineConfig, count_cores
 from llm_engine.diskcache import DiskCache, Outcome
 from llm_engine.diskthreads import DiskThreads
 from llm_engine.doorbell import Doorbell
@@ -101,9 +101,7 @@ class Engine:
         Raises: ModelError naming the file and the reason, DoesNotFit before anything large is allocated,
         ConfigError for a directory that cannot be used, or a GPU that is not there.
         """
-        if config.n_gpu_layers and not llama.has_gpu():
-            # llama.cpp would compute on the CPU without a word, with the defaults of a GPU.
-            raise ConfigError(f"n_gpu_layers is {config.n_gpu_layers}: this build of llama.cpp finds no GPU")
+        _check_machine(config)
         if config.session_dir is not None:
             make_session_dir(config.session_dir)
         file = gguf.resolve(config.model, url=config.model_url, download=config.download)
@@ -339,6 +337,17 @@ def _sequence(mailbox: Mailbox, prepared: Prepared) -> Sequence:
         ),
         text=TextAssembler(request.stop),
     )
+
+
+def _check_machine(config: EngineConfig) -> None:
+    """Refuse what is not there, and warn of what will be slow, which llama.cpp takes without a word.
+
+    Raises: ConfigError.
+    """
+    if config.n_gpu_layers and not llama.has_gpu():
+        raise ConfigError(f"n_gpu_layers is {config.n_gpu_layers}: this build of llama.cpp finds no GPU")
+    if config.n_threads > (n_cores := count_cores()):
+        logger.warning("%d compute threads on %d cores will wait for each other", config.n_threads, n_cores)
 
 
 def fitted(config: EngineConfig, footprint: Footprint, free_bytes: int) -> EngineConfig:

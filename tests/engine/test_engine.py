@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from llm_engine.config import EngineConfig
+from llm_engine.config import EngineConfig, count_cores
 from llm_engine.engine import Engine
 from llm_engine.errors import (
     BackendError,
     ConfigError,
     EngineBusy,
     EngineClosed,
+    ModelError,
     PromptTooLong,
     RequestError,
     TemplateRefused,
@@ -206,6 +207,16 @@ def test_a_failed_step_fails_its_sequences_and_the_next_request_works(
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, BackendError)
         assert text_of(list(engine.submit(ask("hello")))) == "hello"
+
+
+@pytest.mark.parametrize(("n_more", "n_warnings"), [(0, 0), (1, 1)])
+def test_more_threads_than_cores_are_warned_of(
+    n_more: int, n_warnings: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    config = EngineConfig(model=str(tmp_path / "none.gguf"), threads=count_cores() + n_more)
+    with pytest.raises(ModelError):
+        Engine.spawn(config)
+    assert sum("will wait for each other" in line for line in caplog.messages) == n_warnings
 
 
 async def test_a_step_over_its_target_admits_nobody_and_says_so_at_once() -> None:
